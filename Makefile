@@ -24,7 +24,7 @@ BIN := $(VENV)/bin
 # environment says otherwise: without it every process compiles torch anew, and starts take twice as long.
 export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
-USED := ray.serve, ray.dashboard.agent, torch, transformers, xgrammar, cluster.cli, cluster.api.app, cluster.actors.shard
+USED := ray.serve, ray.dashboard.agent, torch, transformers, xgrammar, cluster.cli, cluster.api.serve.application, cluster.actors.shard
 TORCH_ARGS ?=
 PINS := pyproject.toml constraints.txt
 FITS := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
@@ -71,7 +71,7 @@ real: $(VENV)/.stamp
 # What depends on floating point runs once more, first, without this CPU's vector instructions: no test may hold only
 # on the machine it was written on; test_probe, which takes long, runs only then. What starts a Ray cluster runs last and
 # one at a time.
-FLOATING := tests/unit/attention tests/unit/forward tests/unit/spec tests/unit/models tests/parity/test_nonfinite.py \
+FLOATING := tests/unit/attention tests/unit/sampling tests/unit/spec tests/unit/models tests/parity/test_nonfinite.py \
     tests/dialects/test_probe.py tests/dialects/test_strict_drafts.py tests/dialects/test_strict_targets.py \
     tests/dialects/test_widths.py
 SIDE_BY_SIDE := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal

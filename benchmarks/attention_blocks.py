@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import cluster.kernels.launch
-from cluster.attention.bits import line_bits
+from cluster.attention.ancestor_bits import line_bits
 from cluster.attention.triton_backend import Blocks, TritonAttention
 from cluster.batch import Seen, Text, Tree
 from cluster.bench.report import median

@@ -16,10 +16,10 @@ from openai.types.responses import response_create_params
 
 from cluster.api.anthropic.fields import TABLE as MESSAGES_TABLE
 from cluster.api.anthropic.request import MessagesRequest
-from cluster.api.openai.fields import GENERATION, SPELLINGS, Table
-from cluster.api.openai.protocol import ChatRequest, CompletionRequest
-from cluster.api.openai.response_api.fields import TABLE as RESPONSES_TABLE
-from cluster.api.openai.response_api.request import ResponseRequest
+from cluster.api.core.fields import GENERATION, SPELLINGS, Table
+from cluster.api.core.protocol import ChatRequest, CompletionRequest
+from cluster.api.openai.responses.fields import TABLE as RESPONSES_TABLE
+from cluster.api.openai.responses.request import ResponseRequest
 from tests.peer_fields import PEERS
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "compatibility.md"

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from cluster.batch import Order
+from cluster.config.tree_shape import TreeShape
 from cluster.dp_attention.plan import StepPlan
 from cluster.engine import Engine, build
 from cluster.engine.programs import Programs
 from cluster.engine.rank import Rank
 from cluster.spec.result import Decided
-from cluster.tree_shape import TreeShape
 
 R = TypeVar("R", bound=Rank)
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from cluster.arch import DraftSpec, TargetArch, read_draft, read_target
-from cluster.kernels.choose import choose_kernels
-from cluster.mesh import Part
+from cluster.distributed.mesh import Part
+from cluster.kernels.select import choose_kernels
 from cluster.models import registry
 from cluster.models.checkpoint import Checkpoint
 from cluster.models.context import ModelContext, Sharding

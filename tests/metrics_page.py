@@ -8,8 +8,8 @@ from pathlib import Path
 
 from prometheus_client.metrics_core import Metric
 
-from cluster.exposition import KV_USAGE, TOOL_NAMES
-from cluster.metrics import EngineMetrics, ServingMetrics
+from cluster.observability.exposition import KV_USAGE, TOOL_NAMES
+from cluster.observability.metrics import EngineMetrics, ServingMetrics
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 HEAD = """# Metrics

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from cluster.api.launch import flags
 from cluster.api.launch.plan import ApplicationEntry, HttpOptions, ServeFile
-from cluster.api.settings import (
+from cluster.api.serve.settings import (
     DEPLOYMENT_DEFAULTS,
     DEPLOYMENT_OPTIONS,
     FOREIGN,
@@ -24,7 +24,7 @@ from cluster.api.settings import (
     PlacementGroupConfig,
 )
 from cluster.config import EngineConfig
-from cluster.spellings import ALIASES, SPECULATIVE_CONFIG
+from cluster.config.aliases import ALIASES, SPECULATIVE_CONFIG
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
 HEAD = """# Settings

@@ -25,7 +25,7 @@ from benchmarks.real.comparison import Gap, compared
 from benchmarks.real.kept import Kept
 from benchmarks.real.table import report
 from cluster.bench.report import machine
-from cluster.checkout import CHECKOUT
+from cluster.paths.checkout import CHECKOUT
 
 NEW_TOKENS, REPEATS = 32, 3
 MISSED = 1

@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.real.answers import tokenizer_of
 from benchmarks.real.comparison import INVALID
 from benchmarks.real.prompts import Prompt
-from cluster.text import IncrementalDetokenizer, TextTokenizer
+from cluster.tokenizer.tokenizer import IncrementalDetokenizer, TextTokenizer
 
 STEP = 4  # tokens that a step gives at most
 WIDTH = 48  # tokens of a random text

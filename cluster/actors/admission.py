@@ -14,15 +14,15 @@ from collections.abc import Callable
 
 from cluster.actors.balance import RankChoice
 from cluster.actors.forecast import ExpectedWait, GangForecast, QueuedPrompt, RankForecast, RunningRequest
-from cluster.actors.lengths import Lengths
 from cluster.actors.messages import Overloaded
 from cluster.actors.open_requests import OpenRequest, QueueReport, RankBooks
+from cluster.actors.output_lengths import Lengths
 from cluster.actors.prefill_speed import Drift, PrefillSpeed, chunk_of
 from cluster.actors.token_rate import TokenRate
 from cluster.config import EngineConfig
-from cluster.pace import Pace
+from cluster.config.tree_shape import tree_shape
+from cluster.observability.step_times import Pace
 from cluster.request import Request
-from cluster.tree_shape import tree_shape
 
 SOON_S = 1.0  # a request that waits no longer than this, or no longer than this for others, is never refused
 HEADROOM = 0.7  # share of max_queue_wait_s: estimates err, and 99 of 100 admitted requests are to stay within it

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Self
 
-from cluster.actors.prefixes import PrefixIndex, chain_of
+from cluster.actors.prefix_estimates import PrefixIndex, chain_of
 from cluster.config import EngineConfig
+from cluster.config.tree_shape import tree_shape
 from cluster.request import Request
-from cluster.tree_shape import tree_shape
 
 POLICIES = ("expected_load", "round_robin", "total_tokens", "total_requests")
 UNIT = 1024  # work is an integer count of 1/UNIT rows, so that additions and subtractions cancel exactly

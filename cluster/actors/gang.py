@@ -15,10 +15,10 @@ from typing import Any, Protocol
 
 from ray.exceptions import RayError
 
-from cluster.actors.life import CONTROL_TIMEOUT_S, NAMESPACE, GangSpec, GangStartError, Life
+from cluster.actors.fault_verdict import Verdict, judge
+from cluster.actors.incarnation import CONTROL_TIMEOUT_S, NAMESPACE, GangSpec, GangStartError, Life
 from cluster.actors.messages import GangHistory, Heartbeat, Loss
 from cluster.actors.placement import Placement, reserve
-from cluster.actors.verdict import Verdict, judge
 from cluster.config import KV_SIZES, ConfigError
 from cluster.status import RankInfo
 

@@ -205,5 +205,5 @@ class EngineClient(Protocol):
         ...
 
     async def metrics(self) -> list[bytes]:
-        """One serialised registry sample per rank (see `cluster.metrics`), for the sum over ranks."""
+        """One serialised registry sample per rank (see `cluster.observability.metrics`), for the sum over ranks."""
         ...

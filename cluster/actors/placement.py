@@ -11,7 +11,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.actors.room import ACCELERATOR, Layout, Strategy, never, shown, total
+from cluster.actors.cluster_capacity import ACCELERATOR, Layout, Strategy, never, shown, total
 
 logger = logging.getLogger(__name__)
 

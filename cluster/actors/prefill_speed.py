@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cluster.config import EngineConfig
-from cluster.pace import Pace
+from cluster.observability.step_times import Pace
 
 UNLIMITED = 1 << 30
 BUCKET = 256  # tokens: prompt rows that start in the same bucket are taken to cost the same

@@ -17,17 +17,17 @@ from ray.exceptions import RayActorError
 
 from cluster.actors.admission import Admission
 from cluster.actors.balance import Balancer, RankChoice
+from cluster.actors.coalesced_call import Shared
 from cluster.actors.gang import Gang
-from cluster.actors.kept_grammars import named
-from cluster.actors.life import Life
+from cluster.actors.grammar_transfer import named
+from cluster.actors.incarnation import Life
 from cluster.actors.messages import Commands, GangStatus, Loss, Overloaded, StepItem, Unavailable
 from cluster.actors.open_requests import QueueReport
-from cluster.actors.peers import deployment_samples
+from cluster.actors.peer_gangs import deployment_samples
 from cluster.actors.prefill_speed import Drift
-from cluster.actors.shared_answer import Shared
 from cluster.actors.streams import Recovery, Refusal, Stream
-from cluster.logs import first_line
-from cluster.pace import Pace
+from cluster.observability.logs import first_line
+from cluster.observability.step_times import Pace
 from cluster.request import Request, RequestOutput, Seeds
 from cluster.status import RankInfo
 

@@ -15,22 +15,23 @@ from typing import Any
 import ray
 
 from cluster.actors.gpus import own_gpus, see_only
-from cluster.actors.interpreter import settle
-from cluster.actors.kept_grammars import KeptGrammars
+from cluster.actors.grammar_transfer import KeptGrammars
 from cluster.actors.loading import in_a_thread_that_ends
-from cluster.actors.loop import EngineLoop, StepEngine, kind_of
 from cluster.actors.messages import Commands, Failure, Heartbeat, LoadError, StepItem
-from cluster.actors.network import choose_interface, node_address
+from cluster.actors.network_interface import choose_interface, node_address
+from cluster.actors.process_settings import settle
+from cluster.actors.step_loop import EngineLoop, StepEngine, kind_of
 from cluster.arch.hub import fetch
 from cluster.config import ConfigError, EngineConfig
-from cluster.cpu_progress import Effort, Pulse, reads
-from cluster.logs import LogSettings, configure
+from cluster.distributed.cpu_progress import Effort, Pulse, reads
+from cluster.observability.logs import LogSettings, configure
 from cluster.status import RankInfo
 
 logger = logging.getLogger(__name__)
 
 FACTORY = "cluster.engine:build_rank"
-MESH = "cluster.mesh"  # for a factory's module that has no `open_store` and `Rendezvous` of its own; loads torch
+# For a factory's module that has no `open_store` and `Rendezvous` of its own; it loads torch.
+MESH = "cluster.distributed.mesh"
 ACTOR_OPTIONS: dict[str, Any] = {
     "max_restarts": 0,
     "max_task_retries": 0,
@@ -198,6 +199,6 @@ class ShardActor:
         return self._loop
 
     def _beside_factory(self, name: str) -> Any:
-        """The object `name` of the factory's module or, if it has none, of `cluster.mesh`."""
+        """The object `name` of the factory's module or, if it has none, of `cluster.distributed.mesh`."""
         module = importlib.import_module(self._factory.partition(":")[0])
         return getattr(module, name) if hasattr(module, name) else getattr(importlib.import_module(MESH), name)

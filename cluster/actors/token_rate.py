@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import cache
 
-from cluster.pace import Pace
+from cluster.observability.step_times import Pace
 
 TAU_S = 5.0  # time constant of the mean: after a burst it is the present rate again within so many seconds
 KNOWN_TOKENS = 8  # for each running request, after which the measured rate is used

@@ -15,7 +15,7 @@ from cluster.arch.safetensors.stored import stored_shapes
 from cluster.arch.safetensors.tensors import check_tensors
 from cluster.arch.target import TargetArch
 from cluster.config import ConfigError, EngineConfig
-from cluster.tree_shape import DEFAULT_NUM_STEPS, TreeShape, tree_shape
+from cluster.config.tree_shape import DEFAULT_NUM_STEPS, TreeShape, tree_shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from cluster.attention.bits import in_line, line_bits, visible_in
+from cluster.attention.ancestor_bits import in_line, line_bits, visible_in
 
 MASKED = float("-inf")
 

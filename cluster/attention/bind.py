@@ -14,7 +14,7 @@ from cluster.kernels.interface import Kernels
 from cluster.kv.pool import KVPool, slot_bytes
 
 if TYPE_CHECKING:
-    from cluster.attention.flashinfer_backend import FlashInferAttention
+    from cluster.attention.flashinfer.backend import FlashInferAttention
     from cluster.attention.triton_backend import TritonAttention
 
 
@@ -35,7 +35,7 @@ def bind_attention(
     if kernels.name in ("triton", "flashinfer"):  # takes a second to load
         made: KVPool = importlib.import_module("cluster.kv.triton_pool").TritonPool(*room)
         if kernels.flashinfer is not None:
-            attention = importlib.import_module("cluster.attention.flashinfer_backend").FlashInferAttention
+            attention = importlib.import_module("cluster.attention.flashinfer.backend").FlashInferAttention
             shares = [kernels.flashinfer.share(layer) for layer in layers]
             return made, attention(made, gather.table, *how, kernels.flashinfer, shares)
         attention = importlib.import_module("cluster.attention.triton_backend").TritonAttention

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cluster.attention.whole import fitting, with_rows_whole
+from cluster.attention.kernel_layout import fitting, with_rows_whole
 from cluster.batch import HostBounds, Seen
+from cluster.capture.recorder import native
 from cluster.kernels.library import Library
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
-from cluster.recording import native
 
 POINTERS = (
     *("memory", "q", "kv", "sinks", "out", "write", "pages", "tree_rows", "tree_lens", "bits"),

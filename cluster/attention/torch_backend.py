@@ -14,9 +14,9 @@ from torch import Tensor
 from cluster.attention.cells import Piece
 from cluster.attention.gather import Gather, Part, Reader
 from cluster.batch import HostBounds, Seen
+from cluster.capture.recorder import native, opaque
 from cluster.kv.codes import coded, decoded, largest
 from cluster.kv.pool import KVPool
-from cluster.recording import native, opaque
 
 
 def kept_out(q: Tensor, kv: Tensor, most: float | None = None) -> tuple[Tensor, Tensor]:

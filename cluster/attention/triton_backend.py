@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cluster.attention.whole import fitting, with_rows_whole
+from cluster.attention.kernel_layout import fitting, with_rows_whole
 from cluster.batch import HostBounds, Seen, Text, Tree
 from cluster.kernels.attend import gpu
 from cluster.kernels.launch import INTERPRETED, WIDE, launch, whole

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import torch
 
-from cluster.timing import timer_of
+from cluster.device.timing import timer_of
 
 CPU = torch.device("cpu")
 

@@ -31,10 +31,10 @@ from cluster.bench.cases import (
     strain,
 )
 from cluster.bench.goals import Goal, verdict
-from cluster.bench.made_up import PRESETS
 from cluster.bench.pair import Pair, named
+from cluster.bench.random_models import PRESETS
 from cluster.bench.report import json_line, write_json
-from cluster.checkout import DEMO_TARGET, demo_path
+from cluster.paths.checkout import DEMO_TARGET, demo_path
 
 OF_A_PAIR: dict[str, ModuleType] = {  # measure a target with its draft
     "offline": offline,  # speed without Ray

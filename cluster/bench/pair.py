@@ -8,11 +8,11 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from cluster.arch import read_draft, read_target
-from cluster.checkout import CHECKOUT, DEMO_DRAFT, DEMO_TARGET, demo_path
 from cluster.config import ConfigError, EngineConfig
+from cluster.config.tree_shape import tree_shape
 from cluster.models.checkpoint import Checkpoint
+from cluster.paths.checkout import CHECKOUT, DEMO_DRAFT, DEMO_TARGET, demo_path
 from cluster.train.corpus import heldout_prompts
-from cluster.tree_shape import tree_shape
 
 KV_TOKENS_PER_REQUEST = 512
 ANY_ROWS = 1 << 20

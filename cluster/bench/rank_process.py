@@ -12,8 +12,8 @@ from cluster.bench.runs import params_of
 from cluster.bench.simulated_device import simulate
 from cluster.bench.streams import HOST
 from cluster.config import EngineConfig
+from cluster.distributed.mesh import Rendezvous
 from cluster.engine import Engine, build_rank
-from cluster.mesh import Rendezvous
 from cluster.request import Request
 
 

@@ -15,8 +15,8 @@ from typing import Any, Self
 
 from cluster.bench.pair import DEFAULT, Pair
 from cluster.bench.streams import HOST
-from cluster.checkout import CHECKOUT
-from cluster.mesh import open_store
+from cluster.distributed.mesh import open_store
+from cluster.paths.checkout import CHECKOUT
 
 CASE_TIMEOUT_S = 300.0
 CHUNK_ROWS = 512

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from cluster.bench.goals import Goal
-from cluster.bench.made_up import LLAMA, random_prompts, write_pair
-from cluster.bench.made_up_vocabulary import BYTE_LEVEL, SENTENCE_PIECE, STOP, made_up_tokens, write_tokenizer
 from cluster.bench.pair import DEFAULT, Pair
+from cluster.bench.random_models import LLAMA, random_prompts, write_pair
+from cluster.bench.random_vocabulary import BYTE_LEVEL, SENTENCE_PIECE, STOP, made_up_tokens, write_tokenizer
 from cluster.bench.report import Say, median, ratio, table
 from cluster.bench.runs import params_of, steady_steps
 from cluster.bench.server import ServerProcess

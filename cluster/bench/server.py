@@ -13,10 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from cluster.api.keys import ENVIRONMENT
+from cluster.api.core.api_keys import ENVIRONMENT
 from cluster.bench.processes import Process, end, tree_of
 from cluster.bench.streams import HOST
-from cluster.checkout import DEMO_CONFIG, demo_path
+from cluster.paths.checkout import DEMO_CONFIG, demo_path
 
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 30.0

@@ -9,12 +9,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from cluster.batch import Order
+from cluster.config.tree_shape import TreeShape
 from cluster.dp_attention.plan import Call, StepPlan
 from cluster.engine.assembler import Assembler
 from cluster.engine.rank import Rank
-from cluster.metrics import DEVICE_PHASES
+from cluster.observability.metrics import DEVICE_PHASES
 from cluster.spec.result import Decided
-from cluster.tree_shape import TreeShape
 
 TOKEN = 7
 

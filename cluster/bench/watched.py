@@ -11,19 +11,19 @@ from torch import Tensor
 
 from cluster.batch import Batch, SamplingBatch
 from cluster.config import EngineConfig
+from cluster.config.tree_shape import TreeShape
 from cluster.engine import Engine
 from cluster.engine.build import engine_of, prepare_alone
-from cluster.forward.chooser import TORCH, Chooser, scored
-from cluster.forward.draw import Draw, Drawing
-from cluster.forward.noise import Noise, token_hashes
-from cluster.forward.runner import DraftRunner
+from cluster.models.runner import DraftRunner
 from cluster.models.vocab import Columns
+from cluster.sampling.noise import Noise, token_hashes
+from cluster.sampling.sampling_inputs import Draw, Drawing
+from cluster.sampling.torch_sampler import TORCH, Chooser, scored
 from cluster.spec.draft import EagleDraft
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.propose import CoupledRanking
 from cluster.spec.tree import DraftTree
 from cluster.spec.verify import Accepted
-from cluster.tree_shape import TreeShape
 
 WIDTH = 4  # how many of the best tokens are recorded, for the top-4 figures
 

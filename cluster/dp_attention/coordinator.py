@@ -8,9 +8,9 @@ import zlib
 from collections.abc import Sequence
 from itertools import zip_longest
 
+from cluster.config.tree_shape import TreeShape
+from cluster.distributed.mesh import Mesh, OutOfStepError
 from cluster.dp_attention.plan import GROUP_HEADER, HEADER, Call, Facts, Ops, PlanRule, StepPlan, script
-from cluster.mesh import Mesh, OutOfStepError
-from cluster.tree_shape import TreeShape
 
 
 class Coordinator:

@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from cluster.dp_attention.journey import Journey, Table, flows, impossible, packed, unpacked
-from cluster.dp_attention.orders import shared
+from cluster.capture.recorder import opaque
+from cluster.distributed.mesh import Axis, GangError, Mesh, OutOfStepError
+from cluster.dp_attention.all2all import Journey, Table, flows, impossible, packed, unpacked
 from cluster.dp_attention.plan import Call
-from cluster.mesh import Axis, GangError, Mesh, OutOfStepError
+from cluster.dp_attention.step_input_codec import shared
 from cluster.models.exchange import ApartExperts, Shards
-from cluster.recording import opaque
 
 T = TypeVar("T")
 

@@ -11,11 +11,11 @@ from operator import or_
 from typing import Literal, NamedTuple
 
 from cluster.batch import Mode
+from cluster.config.tree_shape import TreeShape
 from cluster.dp_attention.sizes import Buckets, Sizes, most
-from cluster.forward.choose import TOP_LOGPROBS
-from cluster.forward.sharded import CHOSEN, ShardedHead, proposed
 from cluster.models.exchange import EXPERTS
-from cluster.tree_shape import TreeShape
+from cluster.sampling.sampler import TOP_LOGPROBS
+from cluster.sampling.sharded import CHOSEN, ShardedHead, proposed
 
 Padding = Literal["auto", "padded", "exact"]
 

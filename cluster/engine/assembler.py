@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from cluster.batch import Batch, HostBounds, Mode, Order, PageWrite, PromptChunk, PromptRows, Text
-from cluster.forward.adjust import AdjustTables
-from cluster.forward.runner import DraftRunner, TargetRunner
-from cluster.forward.sampling import SamplingTable
+from cluster.config.tree_shape import TreeShape
+from cluster.device.staging import Sent, Staging
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import SlotMemory, cells_of
-from cluster.staging import Sent, Staging
-from cluster.tree_shape import TreeShape
+from cluster.models.runner import DraftRunner, TargetRunner
+from cluster.sampling.logits_processor import AdjustTables
+from cluster.sampling.parameters import SamplingTable
 
 
 @dataclass(frozen=True, slots=True)

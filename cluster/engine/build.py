@@ -11,6 +11,10 @@ import torch
 from cluster.arch.hub import fetch, name_of
 from cluster.arch.resolve import ResolvedModels, check_models, resolve_models
 from cluster.config import LONGEST_CONTEXT, ConfigError, EngineConfig
+from cluster.config.tree_shape import tiers
+from cluster.device.timing import timer_of
+from cluster.distributed.mesh import Mesh, Rendezvous, Store, join
+from cluster.distributed.watchdog import Watch
 from cluster.dp_attention.coordinator import Coordinator
 from cluster.dp_attention.plan import PlanRule
 from cluster.engine.assembler import Assembler, positions_beyond
@@ -23,25 +27,24 @@ from cluster.engine.host_memory import keep_freed
 from cluster.engine.lockstep import Lockstep
 from cluster.engine.memory import RankMemory, allocate
 from cluster.engine.models import RankModels, kernels_of, load_models
+from cluster.engine.one_shot_setting import refuse_summing, sum_in_one_shot
 from cluster.engine.programs import Programs
 from cluster.engine.rank import Follower, Rank
-from cluster.engine.same_everywhere import same_everywhere
+from cluster.engine.rank_agreement import same_everywhere
 from cluster.engine.scheduler import Scheduler
-from cluster.engine.summing import refuse_summing, sum_in_one_shot
 from cluster.engine.workspace import SMALLER_KV, beside, fitting, measured_needs, rehearsed
-from cluster.forward.adjust import AdjustTables
-from cluster.forward.adjustments import AdjustmentTable
-from cluster.forward.bars import bars_of
-from cluster.forward.chooser import Chooser
-from cluster.forward.choosers import chooser_of
-from cluster.forward.grammars import GrammarTable
-from cluster.forward.runner import DraftRunner, TargetRunner
-from cluster.forward.sampling import SamplingTable
 from cluster.kv.device_memory import DeviceMemory, memory_of
 from cluster.kv.pool import SlotMemory
-from cluster.mesh import Mesh, Rendezvous, Store, join
-from cluster.metrics import EngineMetrics
-from cluster.pace import Pace
+from cluster.models.runner import DraftRunner, TargetRunner
+from cluster.observability.metrics import EngineMetrics
+from cluster.observability.step_times import Pace
+from cluster.sampling.backends import chooser_of
+from cluster.sampling.grammars import GrammarTable
+from cluster.sampling.logits_processor import AdjustTables
+from cluster.sampling.parameters import SamplingTable
+from cluster.sampling.penalties import AdjustmentTable
+from cluster.sampling.token_bitmask import bars_of
+from cluster.sampling.torch_sampler import Chooser
 from cluster.spec.backends import TreeBackend, tree_backend_of
 from cluster.spec.draft import Draft, EagleDraft, NoDraft
 from cluster.spec.inputs import EagleDraftInput
@@ -49,10 +52,7 @@ from cluster.spec.multilayer import MultiLayerDraft
 from cluster.spec.propose import CoupledRanking
 from cluster.spec.step import Step
 from cluster.status import CaptureInfo, RankInfo
-from cluster.text import TextTokenizer
-from cluster.timing import timer_of
-from cluster.tree_shape import tiers
-from cluster.watch import Watch
+from cluster.tokenizer.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from cluster.batch import Decode, Order, PromptChunk, Sampling
 from cluster.config import EngineConfig
 from cluster.engine.lockstep import Lockstep
 from cluster.kv.cache import KVCache, Lease
-from cluster.pace import Curve, Pace
+from cluster.observability.step_times import Curve, Pace
 
 MOST_ROWS = 4096  # no measured step has more prompt rows
 ROUNDS, ENOUGH_S = 6, 3.0  # at most so many rounds, and no further one after so many seconds

@@ -9,19 +9,19 @@ from functools import partial
 import torch
 
 from cluster.batch import Decode, Mode, Order
-from cluster.buffers import Buffers
+from cluster.capture.buffers import Buffers
+from cluster.capture.cuda_graph import CudaSegments, Graph
+from cluster.capture.tape import Tape
 from cluster.config import ConfigError, EngineConfig
+from cluster.config.tree_shape import TreeShape
+from cluster.distributed.mesh import Mesh
 from cluster.dp_attention.sizes import MOST_ROWS, Buckets, Sizes, multiples, sizes_up_to
 from cluster.engine.lockstep import Lockstep
 from cluster.engine.models import RankModels
 from cluster.engine.programs import Capture
-from cluster.graph import CudaSegments, Graph
 from cluster.kernels.c_operators import operators_of
 from cluster.kernels.grouped_mm import reads_ends
-from cluster.mesh import Mesh
 from cluster.status import CaptureInfo
-from cluster.tape import Tape
-from cluster.tree_shape import TreeShape
 
 logger = logging.getLogger(__name__)
 

@@ -7,6 +7,8 @@ from itertools import accumulate, pairwise
 
 from cluster.arch import TargetArch
 from cluster.config import EngineConfig
+from cluster.config.tree_shape import TreeShape
+from cluster.device.timing import Spans
 from cluster.engine.draft_sample import take_sample
 from cluster.engine.draft_watch import DraftWatch
 from cluster.engine.finish import FinishCheck
@@ -15,16 +17,14 @@ from cluster.engine.rank import Flight, Landed, Rank, StepResult
 from cluster.engine.request_times import RequestTimes
 from cluster.engine.scheduler import Chunk, Schedule, Scheduler
 from cluster.engine.sequence import Sequence
-from cluster.forward.choose import Logprobs
 from cluster.kv.cache import KVCache, Lease
-from cluster.metrics import EngineMetrics, StepStats
+from cluster.observability.metrics import EngineMetrics, StepStats
 from cluster.request import ErrorCode, Request, RequestOutput, Seeds, TokenLogprob
+from cluster.sampling.sampler import Logprobs
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.result import Decided
 from cluster.status import EngineStatus, RankInfo
-from cluster.text import TextTokenizer
-from cluster.timing import Spans
-from cluster.tree_shape import TreeShape
+from cluster.tokenizer.tokenizer import TextTokenizer
 
 NOT_FINITE = (
     "request {name} ended after {at} tokens: the model's numbers for it are not finite (NaN or infinite). Other "

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from cluster.request import FinishReason, SamplingParams
-from cluster.text import IncrementalDetokenizer, StopFinder, TextTokenizer
+from cluster.tokenizer.tokenizer import IncrementalDetokenizer, StopFinder, TextTokenizer
 
 
 class Cut(NamedTuple):

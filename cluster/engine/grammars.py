@@ -3,10 +3,10 @@
 from functools import cached_property
 from threading import Lock
 
-from cluster.forward.grammars import Matcher
 from cluster.grammar.matching import Matchers
 from cluster.grammar.vocabulary import Vocabulary
-from cluster.text import TextTokenizer
+from cluster.sampling.grammars import Matcher
+from cluster.tokenizer.tokenizer import TextTokenizer
 
 
 class LateMatchers:

@@ -10,20 +10,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.batch import Order
+from cluster.config.tree_shape import TreeShape
+from cluster.device.timing import Spans
+from cluster.device.wait_hook import watched
+from cluster.distributed.mesh import Mesh
+from cluster.distributed.watchdog import Watch
 from cluster.dp_attention.coordinator import Coordinator
 from cluster.dp_attention.exchange import Exchange
-from cluster.dp_attention.orders import checksum, pack, unpack
 from cluster.dp_attention.padding import padded
 from cluster.dp_attention.plan import StepPlan
+from cluster.dp_attention.step_input_codec import checksum, pack, unpack
 from cluster.engine.programs import Programs
-from cluster.forward.grammars import GrammarTable
-from cluster.mesh import Mesh
+from cluster.sampling.grammars import GrammarTable
 from cluster.spec.result import Decided, Results
 from cluster.spec.step import Step
-from cluster.timing import Spans
-from cluster.tree_shape import TreeShape
-from cluster.waiting import watched
-from cluster.watch import Watch
 
 
 @dataclass(frozen=True, slots=True)

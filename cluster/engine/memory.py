@@ -6,13 +6,13 @@ import torch
 
 from cluster.attention.bind import bind_attention
 from cluster.attention.gather import Gather
+from cluster.device.timing import Spans, timer_of
+from cluster.distributed.mesh import Mesh
 from cluster.engine.models import RankModels
-from cluster.forward.runner import DraftRunner, TargetRunner
 from cluster.kv.budget import Capacity, Needs, kv_capacity, page_count
 from cluster.kv.cache import KVCache
 from cluster.kv.page_table import PageTable
-from cluster.mesh import Mesh
-from cluster.timing import Spans, timer_of
+from cluster.models.runner import DraftRunner, TargetRunner
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,19 +9,19 @@ from cluster.arch.dtypes import compute_dtype
 from cluster.arch.resolve import ResolvedModels
 from cluster.attention.bind import pool_bytes
 from cluster.config import ConfigError
+from cluster.distributed.mesh import Mesh
 from cluster.dp_attention.exchange import Exchange
 from cluster.dp_attention.plan import Apart, Ops
-from cluster.forward.noise import at_least_float32
-from cluster.forward.sharded import ShardedHead
-from cluster.kernels.choose import choose_kernels
 from cluster.kernels.interface import Kernels
-from cluster.mesh import Mesh
+from cluster.kernels.select import choose_kernels
 from cluster.models.context import WHOLE, ModelContext, Sharding, part_of_experts, where_experts_are
 from cluster.models.draft import DraftModel
 from cluster.models.layer import NoExchange
 from cluster.models.load import local_heads
 from cluster.models.registry import load_draft_list, load_target
 from cluster.models.target import DecoderTarget
+from cluster.sampling.noise import at_least_float32
+from cluster.sampling.sharded import ShardedHead
 from cluster.spec.multilayer import kept_bytes
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -2,8 +2,8 @@
 
 A step's program reads its inputs where they lay when it was captured, and decides nothing on the host, so steps of one
 key (sizes of all groups, tier, mode) share one program. It is captured the second time that its key occurs: the first
-run makes what is made once and kept. `cluster/tape.py` says what a capture is. What the host has to do before each run
-(`recording.Ahead`) may come out unlike what a program was captured with: then the step runs as it is.
+run makes what is made once and kept (`cluster/capture/tape.py` describes a capture). Before each replay the host's own
+calls are made (`recorder.Ahead`); when one of them differs from the capture, the step runs eagerly.
 """
 
 import logging
@@ -13,15 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from cluster.batch import Order
-from cluster.clock import Clock
+from cluster.capture.recorder import Ahead, Captured, repeated
+from cluster.config.tree_shape import TreeShape
+from cluster.device.timing import timer_of
+from cluster.distributed.progress import Clock
 from cluster.dp_attention.exchange import Exchange
 from cluster.dp_attention.plan import Call, Key, StepPlan
 from cluster.engine.assembler import Assembler, Inputs
-from cluster.recording import Ahead, Captured, repeated
 from cluster.spec.result import Phases, Results, StepOutput
 from cluster.spec.step import Step
-from cluster.timing import timer_of
-from cluster.tree_shape import TreeShape
 
 logger = logging.getLogger(__name__)
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from cluster.batch import Order
+from cluster.device.timing import Spans
 from cluster.engine.lockstep import GangStep, Lockstep
 from cluster.engine.scheduler import Schedule
-from cluster.metrics import EngineMetrics, StepStats
+from cluster.observability.metrics import EngineMetrics, StepStats
 from cluster.request import Request, RequestOutput
 from cluster.spec.result import Decided
 from cluster.status import EngineStatus, RankInfo
-from cluster.timing import Spans
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass, field
 
-from cluster.metrics import EngineMetrics
+from cluster.observability.metrics import EngineMetrics
 from cluster.request import FinishReason
 
 

@@ -16,12 +16,12 @@ from functools import partial
 
 from cluster.batch import Decode, Mode, Order, PageCopy, PageWrite, PromptChunk
 from cluster.config import EngineConfig
+from cluster.config.tree_shape import TreeShape, tree_shape
 from cluster.engine.pace_correction import Correction
 from cluster.engine.sequence import Sequence
 from cluster.kv.cache import KVCache, Lease, Next
-from cluster.pace import Bargain, Pace
+from cluster.observability.step_times import Bargain, Pace
 from cluster.request import SamplingParams
-from cluster.tree_shape import TreeShape, tree_shape
 
 SCORED_ROWS = 512
 """The most prompt rows of a step whose logits are asked for: so many times the vocabulary is held at once."""

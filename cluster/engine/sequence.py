@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 
 from cluster.batch import Adjusting, Constraint, Sampling
+from cluster.config.tree_shape import TreeShape
 from cluster.engine.finish import FinishCheck
 from cluster.engine.request_times import RequestTimes
 from cluster.kv.cache import Lease
 from cluster.request import Request, SpeculationCounts, TokenLogprob
-from cluster.tree_shape import TreeShape
 
 
 @dataclass(slots=True, eq=False)

@@ -11,6 +11,7 @@ import torch
 
 from cluster.batch import Decode, Mode, Order, PromptChunk
 from cluster.config import ConfigError, EngineConfig
+from cluster.distributed.mesh import Mesh
 from cluster.engine.captures import captures_of
 from cluster.engine.lockstep import Lockstep
 from cluster.engine.memory import RankMemory, allocate_pages
@@ -19,7 +20,6 @@ from cluster.engine.scheduler import SCORED_ROWS
 from cluster.kv.budget import GB, Capacity, Needs
 from cluster.kv.device_memory import OUT_OF_MEMORY, DeviceMemory
 from cluster.kv.page_table import PageTable
-from cluster.mesh import Mesh
 
 DRAWS = Mode.NOISY | Mode.FILTERED | Mode.LOGPROBS | Mode.ADJUSTED
 ALL = DRAWS | Mode.CONSTRAINED | Mode.TREES | Mode.PROMPT_LOGPROBS

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.config import ConfigError
-from cluster.text import TextTokenizer
+from cluster.tokenizer.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
     from xgrammar import TokenizerInfo

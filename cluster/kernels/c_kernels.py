@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cluster.capture.recorder import native
 from cluster.kernels import c_quantised
 from cluster.kernels.interface import Activation, Angles, HeadNorms, Stack, Weight
 from cluster.kernels.library import Function, Library
 from cluster.kernels.panels import fitting_bias, fitting_ends, fitting_rows, in_panels, in_tiles, out_of_panels
 from cluster.kernels.quantised import Quantised
 from cluster.kernels.torch_kernels import TorchKernels
-from cluster.recording import native
 
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped")
 

@@ -14,7 +14,7 @@ from cluster.kernels.library import Library
 
 
 class Operators:
-    """What `Copies` and `Numbers` do, as `cluster.tape.Tape` asks for it."""
+    """What `Copies` and `Numbers` do, as `cluster.capture.tape.Tape` asks for it."""
 
     def __init__(self, library: Library) -> None:
         self._each = Copies(library), Numbers(library)

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cluster.capture.recorder import native
 from cluster.kernels.interface import Stack, Weight
 from cluster.kernels.library import Function
 from cluster.kernels.panels import columns_of, fitting_bias, fitting_ends, fitting_rows
 from cluster.kernels.quantised import Quantised
-from cluster.recording import native
 
 KINDS = ("int4", "int8", "int8 with zeros", "fp8", "fp4")  # the numbers of codes/unpack.h
 FACTORS = {"fp8": 256.0, "fp4": 0.5}  # what C's numbers have to be multiplied by; the scales are, exactly

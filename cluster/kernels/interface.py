@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from cluster.kernels.flashinfer_library import FlashInfer
+from cluster.kernels.flashinfer.library import FlashInfer
 from cluster.kernels.library import Library
 from cluster.kernels.quantised import Quantised
 

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cluster.recording import native
+from cluster.capture.recorder import native
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether programs run in Triton's interpreter on a CPU (`TRITON_INTERPRET=1`). Its products of bfloat16 are wrong

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from cluster.cache_folder import cache_folder
 from cluster.config import ConfigError
 from cluster.kernels.build import COMPILED, LEVELS, VARIANTS, BuildError, compile_level, file_of
 from cluster.kernels.joined import joiner_of
+from cluster.paths.cache_folder import cache_folder
 
 logger = logging.getLogger(__name__)
 KIND_OF = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16"}

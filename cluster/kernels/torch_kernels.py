@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cluster.kernels.flashinfer_library import FlashInfer
+from cluster.kernels.flashinfer.library import FlashInfer
 from cluster.kernels.grouped_mm import grouped_mm
 from cluster.kernels.interface import Activation, Angles, Groups, HeadNorms, Stack, Weight
 from cluster.kernels.library import Library

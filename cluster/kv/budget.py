@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 
 from cluster.config import ConfigError, EngineConfig
+from cluster.distributed.mesh import Mesh
 from cluster.kv.free_memory import free_memory
-from cluster.mesh import Mesh
 
 CPU_FRACTION = 0.3  # of the memory that is free once the models are loaded, for KV
 GB = 1e9

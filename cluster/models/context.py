@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 
 from cluster.arch import Moe
+from cluster.distributed.mesh import Part
 from cluster.kernels.interface import Kernels
 from cluster.kernels.torch_kernels import TorchKernels
-from cluster.mesh import Part
 from cluster.models.exchange import NoExchange, TokenExchange
 
 

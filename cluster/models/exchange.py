@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from cluster.clock import Clock
+from cluster.distributed.progress import Clock
 
 
 class Shards(Protocol):

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from cluster.arch import LayerGeometry, Moe
 from cluster.arch.resolve import check_heads
+from cluster.distributed.mesh import Part
 from cluster.kernels.interface import Activation, HeadNorms, Stack
-from cluster.mesh import Part
 from cluster.models.arithmetic import joined
 from cluster.models.checkpoint import Matrix
 from cluster.models.experts import Gate, Held

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cluster.distributed.mesh import Part
 from cluster.kernels.interface import Kernels, Weight
-from cluster.mesh import Part
 from cluster.models.arithmetic import joined
 from cluster.models.exchange import Shards, TokenExchange
 from cluster.models.load import Loader

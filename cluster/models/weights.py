@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from cluster.distributed.mesh import Part
 from cluster.kernels.interface import Stack, Weight
 from cluster.kernels.quantised import Quantised, alike, fit
-from cluster.mesh import Part
 from cluster.models.arithmetic import chosen, joined
 from cluster.models.checkpoint import Checkpoint, Matrix, placed
 from cluster.models.context import ModelContext

@@ -11,10 +11,10 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import Any, Self
 
-from cluster.api.openai.errors import ApiError
-from cluster.api.openai.fields import WARNING_HEADER
-from cluster.api.replica.asking import Reader, asked_chat, asked_text
-from cluster.api.replica.calls import Call
+from cluster.api.core.errors import ApiError
+from cluster.api.core.fields import WARNING_HEADER
+from cluster.api.http.api_adapters import Reader, asked_chat, asked_text
+from cluster.api.http.calls import Call
 from cluster.chat.formats.choose import named
 from cluster.config import ConfigError
 from cluster.engine.build import build_engine

@@ -5,11 +5,11 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, Literal, TypeVar
 
-from cluster.api.openai.grammars import Grammars
-from cluster.api.openai.service import Limits, ModelInfo
-from cluster.api.openai.tokenizer import ChatTokenizer, Parsers
-from cluster.api.replica.asking import Asked
-from cluster.api.replica.calls import Call, understand
+from cluster.api.core.grammars import Grammars
+from cluster.api.core.service import Limits, ModelInfo
+from cluster.api.core.tokenizer import ChatTokenizer, Parsers
+from cluster.api.http.api_adapters import Asked
+from cluster.api.http.calls import Call, understand
 from cluster.arch.generation import sampling_defaults
 from cluster.engine.engine import Engine
 
@@ -18,7 +18,7 @@ SamplingDefaults = Literal["model", "openai"]
 
 
 class LocalModel:
-    """The model of an engine, its tokenizer and what compiles grammars for it; see `cluster.api.openai.service.Served`.
+    """The model of an engine, its tokenizer and what compiles grammars for it; see `cluster.api.core.service.Served`.
     For any thread.
     """
 

@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from cluster.api.openai.choices import Choice, Delta, joined
-from cluster.api.openai.responses import AnswerShape, ranked
+from cluster.api.core.choices import Choice, Delta, joined
+from cluster.api.openai.answers import AnswerShape, ranked
 from cluster.request import RequestOutput as StepOutput
 from cluster.request import TokenLogprob
-from cluster.text import TextTokenizer
+from cluster.tokenizer.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
 

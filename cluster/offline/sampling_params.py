@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from cluster.api.openai.errors import ApiError, shown
-from cluster.api.openai.fields import REMEDIES, SPELLINGS
-from cluster.api.openai.protocol import CompletionRequest
+from cluster.api.core.errors import ApiError, shown
+from cluster.api.core.fields import REMEDIES, SPELLINGS
+from cluster.api.core.protocol import CompletionRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from cluster.batch import with_prompts
+from cluster.capture.recorder import native
 from cluster.kernels.library import Library
-from cluster.recording import native
 from cluster.spec.tree import DraftTree
 from cluster.spec.verify import Accepted
 

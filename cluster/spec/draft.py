@@ -9,19 +9,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cluster.attention.bits import line_bits
+from cluster.attention.ancestor_bits import line_bits
 from cluster.batch import Batch, Seen
-from cluster.forward.draw import Draw, Drawing
-from cluster.forward.noise import at_least_float32
-from cluster.forward.runner import DraftRunner
+from cluster.config.tree_shape import TreeShape
+from cluster.models.runner import DraftRunner
 from cluster.models.vocab import Columns
+from cluster.sampling.noise import at_least_float32
+from cluster.sampling.sampling_inputs import Draw, Drawing
 from cluster.spec.extend import extend_input, extend_seen
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.levels import Ancestry, after, grow
 from cluster.spec.propose import Ranking, carry
 from cluster.spec.tree import DraftTree, Sprout, TorchGrowth, chain
 from cluster.spec.verify import Accepted
-from cluster.tree_shape import TreeShape
 
 
 class Draft(Protocol):

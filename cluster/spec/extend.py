@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from cluster.arch import DraftSpec
-from cluster.attention.bits import line_bits
+from cluster.attention.ancestor_bits import line_bits
 from cluster.batch import Batch, Seen, with_prompts
+from cluster.config.tree_shape import TreeShape
 from cluster.spec.inputs import EagleDraftExtendInput
 from cluster.spec.verify import Accepted
-from cluster.tree_shape import TreeShape
 
 
 def extend_input(

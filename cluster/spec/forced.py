@@ -6,11 +6,11 @@ Legend: R requests, N nodes of the drafted trees, F forced ones.
 import torch
 from torch import Tensor
 
-from cluster.forward.adjust import Adjust
-from cluster.forward.grammars import GrammarTable
-from cluster.recording import hosted
+from cluster.capture.recorder import hosted
+from cluster.config.tree_shape import TreeShape
+from cluster.sampling.grammars import GrammarTable
+from cluster.sampling.logits_processor import Adjust
 from cluster.spec.tree import DraftTree, ancestors_of
-from cluster.tree_shape import TreeShape
 
 
 def forced_into(tree: DraftTree, shape: TreeShape, adjust: Adjust) -> DraftTree:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cluster.arch import DraftSpec
-from cluster.forward.noise import at_least_float32
+from cluster.sampling.noise import at_least_float32
 
 
 @dataclass(slots=True)

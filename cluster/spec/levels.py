@@ -8,13 +8,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cluster.attention.bits import own_bits, words
-from cluster.forward.draw import Drawing
+from cluster.attention.ancestor_bits import own_bits, words
+from cluster.config.tree_shape import TreeShape
 from cluster.models.vocab import Columns
+from cluster.sampling.sampling_inputs import Drawing
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.propose import Ranking
 from cluster.spec.tree import DraftTree, Sprout
-from cluster.tree_shape import TreeShape
 
 
 class Levels(Protocol):

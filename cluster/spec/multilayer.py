@@ -15,20 +15,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cluster.attention.bits import words
+from cluster.attention.ancestor_bits import words
 from cluster.batch import Batch, Seen, with_prompts
-from cluster.forward.draw import Draw, Drawing
-from cluster.forward.runner import DraftRunner
+from cluster.config.tree_shape import TreeShape
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import zeros
+from cluster.models.runner import DraftRunner
 from cluster.models.vocab import Columns
+from cluster.sampling.sampling_inputs import Draw, Drawing
 from cluster.spec.extend import extend_input, extend_seen
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.levels import Ancestry, after, grow
 from cluster.spec.propose import Ranking, carry
 from cluster.spec.tree import DraftTree, Sprout, TorchGrowth, chain
 from cluster.spec.verify import Accepted
-from cluster.tree_shape import TreeShape
 
 
 def kept_bytes(runners: int, hidden: int, dtype: torch.dtype) -> int:

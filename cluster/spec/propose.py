@@ -9,12 +9,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cluster.forward.choose import adjusted, likeliest
-from cluster.forward.chooser import TORCH, Chooser
-from cluster.forward.draw import Draw
-from cluster.forward.noise import token_hashes
-from cluster.forward.runner import DraftRunner
+from cluster.models.runner import DraftRunner
 from cluster.models.vocab import Columns
+from cluster.sampling.noise import token_hashes
+from cluster.sampling.sampler import adjusted, likeliest
+from cluster.sampling.sampling_inputs import Draw
+from cluster.sampling.torch_sampler import TORCH, Chooser
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.verify import Accepted
 

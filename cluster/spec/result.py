@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cluster.crossing import Landing
-from cluster.forward.choose import Logprobs, Scores
+from cluster.device.timing import Timer
+from cluster.device.transfers import Landing
 from cluster.request import StepTree
+from cluster.sampling.sampler import Logprobs, Scores
 from cluster.spec.tree import DraftTree
 from cluster.spec.verify import Accepted
-from cluster.timing import Timer
 
 
 @dataclass(frozen=True, slots=True)

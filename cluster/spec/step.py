@@ -9,16 +9,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from cluster.attention.bits import line_bits, packed
+from cluster.attention.ancestor_bits import line_bits, packed
 from cluster.batch import Batch, Mode, PromptRows, Seen, with_prompts
-from cluster.forward.adjust import AdjustTables
-from cluster.forward.choose import Scores, choose, logprobs, scores
-from cluster.forward.chooser import Chooser
-from cluster.forward.draw import Draw, Drawing, checksum
-from cluster.forward.noise import Noise, keys_along, vocabulary_hashes
-from cluster.forward.runner import TargetRunner
+from cluster.config.tree_shape import TreeShape
+from cluster.device.timing import timer_of
 from cluster.kv.page_table import PageTable
+from cluster.models.runner import TargetRunner
 from cluster.models.vocab import Columns
+from cluster.sampling.logits_processor import AdjustTables
+from cluster.sampling.noise import Noise, keys_along, vocabulary_hashes
+from cluster.sampling.sampler import Scores, choose, logprobs, scores
+from cluster.sampling.sampling_inputs import Draw, Drawing, checksum
+from cluster.sampling.torch_sampler import Chooser
 from cluster.spec.compact import compact
 from cluster.spec.draft import Draft, NoDraft
 from cluster.spec.forced import forced_into
@@ -26,8 +28,6 @@ from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.result import Phases, StepOutput, Trees
 from cluster.spec.tree import DraftTree
 from cluster.spec.verify import Accept, Accepted
-from cluster.timing import timer_of
-from cluster.tree_shape import TreeShape
 
 
 class Step:

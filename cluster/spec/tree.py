@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cluster.forward.noise import at_least_float32
+from cluster.sampling.noise import at_least_float32
 
 DECAY = 1e-3
 """Every level costs a candidate this much log-probability, so that scores fall strictly along a path: a candidate among

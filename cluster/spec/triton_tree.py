@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from cluster.batch import with_prompts
-from cluster.forward.noise import at_least_float32
 from cluster.kernels.accept import gpu as accepting
 from cluster.kernels.launch import WIDE, launch, warps, whole
 from cluster.kernels.tree import gpu
+from cluster.sampling.noise import at_least_float32
 from cluster.spec.tree import DECAY, FLOOR, Candidates, DraftTree, best_tree, depths_of
 from cluster.spec.verify import Accepted
 

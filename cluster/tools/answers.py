@@ -10,7 +10,7 @@ from cluster.tools.client import Client, NoAnswerError
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one step gave an answer. The text may lag behind the tokens, as in `cluster.text.StoppedText`."""
+    """What one step gave an answer. The text may lag behind the tokens, as in `StoppedText`."""
 
     text: str
     tokens: int

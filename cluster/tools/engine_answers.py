@@ -8,9 +8,9 @@ from collections.abc import Generator, Mapping
 from contextlib import closing
 from typing import Any
 
-from cluster.api.openai.errors import ApiError
-from cluster.api.replica.asking import asked_chat
-from cluster.api.replica.calls import Call
+from cluster.api.core.errors import ApiError
+from cluster.api.http.api_adapters import asked_chat
+from cluster.api.http.calls import Call
 from cluster.config import ConfigError
 from cluster.engine.engine import Engine
 from cluster.offline.interrupts import interrupt_held

@@ -11,7 +11,7 @@ from cluster.config import ConfigError
 from cluster.engine.engine import Engine
 from cluster.offline.stepping import steps
 from cluster.request import Request, RequestOutput, SamplingParams, signed_seed
-from cluster.text import StoppedText
+from cluster.tokenizer.tokenizer import StoppedText
 from cluster.tools.engine_flags import add_engine_arguments
 from cluster.tools.local_engine import engine_of
 from cluster.tools.terminal import Screen

@@ -18,12 +18,13 @@ from cluster.arch.layer import experts_of
 from cluster.arch.resolve import check_parts
 from cluster.attention.bind import pool_bytes
 from cluster.config import ConfigError
+from cluster.config.tree_shape import DEFAULT_NUM_STEPS
+from cluster.distributed.mesh import Part
 from cluster.engine.models import DTYPES
 from cluster.kernels import c_quantised
 from cluster.kernels.interface import Stack, Weight
 from cluster.kernels.quantised import Quantised
 from cluster.kernels.torch_kernels import TorchKernels
-from cluster.mesh import Part
 from cluster.models.checkpoint import Checkpoint, Matrix
 from cluster.models.context import WHOLE, ModelContext, Sharding, where_experts_are
 from cluster.models.formats import place_of
@@ -33,7 +34,6 @@ from cluster.models.stored import Span
 from cluster.models.target import DecoderTarget
 from cluster.spec.multilayer import kept_bytes
 from cluster.tools.summary import ASSUMED_DEVICE, Report, described, features_of
-from cluster.tree_shape import DEFAULT_NUM_STEPS
 
 META = torch.device("meta")
 NOT_SHOWN = ("names", "choices", "ignored_patterns", "token_map", "doubts")

@@ -1,9 +1,9 @@
 """The real engine whose host is a step ahead, as it is where a device runs behind it: results are read a step later."""
 
 from cluster.config import EngineConfig
+from cluster.distributed.mesh import Rendezvous, Store
 from cluster.engine import build_rank
 from cluster.engine.rank import Rank
-from cluster.mesh import Rendezvous, Store
 
 
 def build(

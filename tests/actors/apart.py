@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray.cluster_utils import Cluster
 
-from cluster.actors.local import MIB, prepare_environment
+from cluster.actors.local_ray import MIB, prepare_environment
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 

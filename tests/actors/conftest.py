@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.actors.local import LocalRay
-from cluster.api.proxy import CALLBACK, IMPORT_PATH
+from cluster.actors.local_ray import LocalRay
+from cluster.api.proxy.middleware import CALLBACK, IMPORT_PATH
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.config import ConfigError, EngineConfig
-from cluster.metrics import EngineMetrics, StepStats
+from cluster.observability.metrics import EngineMetrics, StepStats
 from cluster.request import Request, RequestOutput, SpeculationCounts
 from cluster.status import EngineStatus, RankInfo
 from tests.actors.fake_link import Link, OutOfStepError, PeerLostError, Rendezvous, Store

@@ -23,10 +23,10 @@ from ray import serve
 from ray.serve import Application
 from ray.util.placement_group import placement_group_table
 
+from cluster.actors.cluster_capacity import Layout
 from cluster.actors.placement import PlacementError, cluster_gpus, reserve
-from cluster.actors.room import Layout
-from cluster.api.app import build_app
-from cluster.api.settings import parse
+from cluster.api.serve.application import build_app
+from cluster.api.serve.settings import parse
 from cluster.config import EngineConfig
 from cluster.status import RankInfo
 from tests.actors.apart import CHECKOUT, nodes, say

@@ -1,5 +1,5 @@
-"""What `cluster.mesh` is to real engines, over plain sockets: the ranks of a fake gang meet, exchange a row per step,
-sleep and ring. A peer that goes away is an error at once; one that is silent is waited for, as with gloo.
+"""What `cluster.distributed.mesh` is to real engines, over plain sockets: the ranks of a fake gang meet, exchange a row
+per step, sleep and ring. A peer that goes away is an error at once; one that is silent is waited for, as with gloo.
 """
 
 import json

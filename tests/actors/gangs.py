@@ -9,7 +9,7 @@ from ray.util import list_named_actors
 from ray.util.placement_group import placement_group_table
 
 from cluster.actors.gang import Gang, GangSpec
-from cluster.actors.peers import gang_name
+from cluster.actors.peer_gangs import gang_name
 from cluster.actors.placement import layout_of
 from cluster.actors.router import Router
 from cluster.config import EngineConfig

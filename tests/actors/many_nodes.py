@@ -11,10 +11,10 @@ from typing import Any
 
 import ray
 
+from cluster.actors.cluster_capacity import Layout
 from cluster.actors.gang import Gang, GangSpec
-from cluster.actors.peers import gang_name
+from cluster.actors.peer_gangs import gang_name
 from cluster.actors.placement import reserve
-from cluster.actors.room import Layout
 from cluster.actors.router import Router
 from cluster.config import EngineConfig
 from tests.actors.apart import CHECKOUT, nodes, say

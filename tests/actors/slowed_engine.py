@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from cluster.actors.loop import EngineLoop
 from cluster.actors.messages import Commands
+from cluster.actors.step_loop import EngineLoop
 from cluster.config import EngineConfig
+from cluster.distributed.mesh import Rendezvous, Store, open_store
 from cluster.engine import build_rank
 from cluster.engine.rank import Rank
-from cluster.mesh import Rendezvous, Store, open_store
 
 ROWS = 200
 BURN, BLOCK, LOAD = "burn", "block", "load"

@@ -12,8 +12,8 @@ import pytest
 from ray import serve
 from ray.util import list_named_actors
 
-from cluster.api.app import build_app
-from cluster.api.settings import parse
+from cluster.api.serve.application import build_app
+from cluster.api.serve.settings import parse
 from tests.actors.counting_engine import SLOW
 from tests.api.apps import LOG
 

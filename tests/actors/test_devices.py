@@ -10,9 +10,9 @@ pytestmark = pytest.mark.ray
 
 SCRIPT = """
 import asyncio, json
-from cluster.actors.local import LocalRay
+from cluster.actors.local_ray import LocalRay
 from cluster.actors.placement import cluster_gpus, reserve
-from cluster.api.settings import parse
+from cluster.api.serve.settings import parse
 
 async def placed(**engine):
     loading = {"model_id": "m", "model_source": "/models/m"}

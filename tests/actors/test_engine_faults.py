@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from cluster.actors.gang import Gang, GangSpec
-from cluster.actors.peers import gang_name
+from cluster.actors.peer_gangs import gang_name
 from cluster.actors.placement import layout_of
 from cluster.actors.router import Router
 from cluster.actors.shard import FACTORY

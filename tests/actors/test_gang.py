@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import ray
 
+from cluster.actors.cluster_capacity import Layout
 from cluster.actors.gang import Gang, GangSpec, GangStartError
 from cluster.actors.messages import Overloaded
-from cluster.actors.peers import deployment_samples, publish, replica_of
+from cluster.actors.peer_gangs import deployment_samples, publish, replica_of
 from cluster.actors.placement import PlacementError
-from cluster.actors.room import Layout
 from cluster.actors.router import Router
 from cluster.config import ConfigError, EngineConfig
-from cluster.metrics import ServingMetrics, merge
+from cluster.observability.metrics import ServingMetrics, merge
 from tests.actors.counting_engine import SLOW, STUCK, TOO_LONG
 from tests.actors.gangs import ask, left_behind, read, spec, with_gang
 

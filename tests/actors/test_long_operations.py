@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.actors.loop import EngineLoop
+from cluster.actors.fault_verdict import Signs, Verdict, judge
 from cluster.actors.messages import Commands
-from cluster.actors.verdict import Signs, Verdict, judge
+from cluster.actors.step_loop import EngineLoop
 from cluster.config import EngineConfig
 from cluster.request import Request, SamplingParams
 from tests.actors.slowed_engine import BLOCK, BURN, BURN_S, ROWS, build, serve_rank

@@ -9,10 +9,10 @@ from cluster.actors.placement import device_of, layout_of, rank_order
 from cluster.api.launch import flags
 from cluster.api.launch.overlay import lay_over
 from cluster.api.launch.plan import LOCAL_DEPLOYMENT, make_plan
-from cluster.api.settings import DEPLOYMENT_OPTIONS, parse, resolve_engine_paths, resolve_path
-from cluster.checkout import CHECKOUT
+from cluster.api.serve.settings import DEPLOYMENT_OPTIONS, parse, resolve_engine_paths, resolve_path
 from cluster.config import ConfigError, EngineConfig
-from cluster.spellings import ALIASES
+from cluster.config.aliases import ALIASES
+from cluster.paths.checkout import CHECKOUT
 from tests.tiny import draft_folder, target_folder
 
 

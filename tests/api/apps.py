@@ -21,8 +21,8 @@ from ray.util import list_named_actors
 
 import psutil  # isort: skip  # Ray's own copy: importable once Ray is
 
-from cluster.api.app import build_app
-from cluster.api.settings import parse
+from cluster.api.serve.application import build_app
+from cluster.api.serve.settings import parse
 
 FACTORY = "tests.actors.counting_engine:build"
 LOGS = tempfile.TemporaryDirectory(prefix="aerie-logs-")  # of all applications here, gone with this process

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from fastapi import FastAPI
 
-from cluster.api.replica.ingress import make_app
+from cluster.api.http.routes import make_app
 from tests.actors.conftest import local_ray as local_ray
 from tests.api.scripted import Client, ScriptedService, save_tokenizer
 

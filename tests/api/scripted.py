@@ -12,13 +12,13 @@ from fastapi import FastAPI
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from cluster.actors.messages import GangHistory, GangStatus, Heartbeat, Overloaded
-from cluster.api.openai.grammars import Grammars
-from cluster.api.openai.service import ModelInfo
-from cluster.api.openai.tokenizer import ChatTokenizer
-from cluster.metrics import ServingMetrics, merge
+from cluster.api.core.grammars import Grammars
+from cluster.api.core.service import ModelInfo
+from cluster.api.core.tokenizer import ChatTokenizer
+from cluster.observability.metrics import ServingMetrics, merge
 from cluster.request import Request, RequestOutput, Seeds, SpeculationCounts, StepTree, TokenLogprob
 from cluster.status import EngineStatus
-from cluster.text import BYTE_OF_CHARACTER, IncrementalDetokenizer, StopFinder
+from cluster.tokenizer.tokenizer import BYTE_OF_CHARACTER, IncrementalDetokenizer, StopFinder
 from tests.info import rank_info
 
 MODEL = "demo"
@@ -34,7 +34,7 @@ TEMPLATE = (
 
 
 def save_tokenizer(folder: Path, template: str | None = TEMPLATE, marks: Sequence[str] = ()) -> Path:
-    """A folder that transformers and cluster.text both read; token ids below 256 are bytes. `marks`: further special
+    """A folder that transformers and the engine both read; token ids below 256 are bytes. `marks`: further special
     tokens, from 259.
     """
     names = sorted(BYTE_OF_CHARACTER, key=BYTE_OF_CHARACTER.__getitem__)
@@ -158,7 +158,7 @@ class ScriptedEngine:
 
 
 class ScriptedService:
-    """A `cluster.api.openai.service.Service` over a scripted engine."""
+    """A `cluster.api.core.service.Service` over a scripted engine."""
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer: ChatTokenizer | None = ChatTokenizer.load(str(folder))

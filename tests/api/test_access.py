@@ -10,11 +10,11 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from cluster import metrics
-from cluster.api.openai import openapi
-from cluster.api.replica.drain import Drain
-from cluster.api.replica.ingress import make_app
-from cluster.logs import TextLines, request_id
+from cluster.api.http import openapi
+from cluster.api.http.drain import Drain
+from cluster.api.http.routes import make_app
+from cluster.observability import metrics
+from cluster.observability.logs import TextLines, request_id
 from cluster.request import Request, RequestOutput
 from tests.api.scripted import MODEL, Client, ScriptedService
 from tests.api.test_streams import Visitor, until
@@ -23,11 +23,11 @@ from tests.api.test_streams import Visitor, until
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> Any:
     """The fields of the access lines so far, with the path as `asked`."""
-    caplog.set_level(logging.INFO, "cluster.api.replica.access")
+    caplog.set_level(logging.INFO, "cluster.api.http.access_log")
     return lambda: [
         {"asked": record.getMessage(), **record.__dict__["fields"]}
         for record in caplog.records
-        if record.name == "cluster.api.replica.access"
+        if record.name == "cluster.api.http.access_log"
     ]
 
 
@@ -57,7 +57,7 @@ def test_the_line_and_all_others_of_a_call_have_its_id(client: Client, caplog: p
     caplog.set_level(logging.INFO, "cluster")
     caplog.handler.addFilter(lambda record: not seen.append((record.name, request_id.get())))
     answer = client.complete().json()
-    assert ("cluster.api.replica.access", answer["id"]) in seen
+    assert ("cluster.api.http.access_log", answer["id"]) in seen
     assert request_id.get() == ""
 
 

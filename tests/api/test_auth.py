@@ -12,11 +12,11 @@ import pytest
 from fastapi import FastAPI
 from starlette.routing import Route
 
-from cluster.api.keys import PAGE, Key, Keys, digest_of
+from cluster.api.core.api_keys import PAGE, Key, Keys, digest_of
+from cluster.api.http.guard import SCOPES
+from cluster.api.http.routes import make_app
 from cluster.api.page import HERE
-from cluster.api.replica.guard import SCOPES
-from cluster.api.replica.ingress import make_app
-from cluster.logs import TextLines
+from cluster.observability.logs import TextLines
 from tests.api.scripted import MODEL, Client, ScriptedService
 
 ANN, BOB, ROOT = "sk-aerie-key-of-ann", "sk-aerie-key-of-bob", "sk-aerie-key-of-root"

@@ -7,8 +7,8 @@ from urllib.parse import unquote
 import httpx
 import pytest
 
+from cluster.api.http.guard import SCOPES
 from cluster.api.launch.keys import create, remove
-from cluster.api.replica.guard import SCOPES
 from tests.api.apps import LOG, arguments, eventually, serving
 from tests.api.test_auth import HEALTH, SHELL, spellings
 from tests.api.test_proxy_errors import raw

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from cluster.api.openai.tokenizer import ChatTokenizer
+from cluster.api.core.tokenizer import ChatTokenizer
 from cluster.config import ConfigError, EngineConfig
-from cluster.tree_shape import tree_shape
+from cluster.config.tree_shape import tree_shape
 from tests.api.scripted import save_tokenizer
 
 EAGLE = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "draft"}

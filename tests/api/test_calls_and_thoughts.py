@@ -10,8 +10,8 @@ import pytest
 from anthropic import Anthropic
 from openai import OpenAI
 
-from cluster.api.openai.fields import WARNING_HEADER
-from cluster.api.replica.ingress import make_app
+from cluster.api.core.fields import WARNING_HEADER
+from cluster.api.http.routes import make_app
 from tests.api.listening import listening
 from tests.api.scripted import MODEL, Client, ScriptedService, save_tokenizer
 from tests.api.test_other_apis import named, said

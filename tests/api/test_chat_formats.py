@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from cluster.api.openai.fields import WARNING_HEADER
-from cluster.api.openai.tokenizer import ChatTokenizer
-from cluster.api.replica.ingress import make_app
+from cluster.api.core.fields import WARNING_HEADER
+from cluster.api.core.tokenizer import ChatTokenizer
+from cluster.api.http.routes import make_app
 from cluster.chat.formats.choose import named
 from tests.api.scripted import EOS, Client, ScriptedService, events, save_tokenizer
 from tests.api.test_tools import HI, MARKS, NOW, WEATHER, streamed, whole

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from cluster.api.anthropic.blocks import BILLING
-from cluster.api.openai import stream
-from cluster.api.openai.errors import ApiError
-from cluster.api.openai.fields import WARNING_HEADER
-from cluster.api.openai.stream import ALIVE, EventStream
-from cluster.api.openai.tools import Function
-from cluster.api.replica.ingress import make_app
+from cluster.api.core import stream
+from cluster.api.core.errors import ApiError
+from cluster.api.core.fields import WARNING_HEADER
+from cluster.api.core.stream import ALIVE, EventStream
+from cluster.api.core.tools import Function
+from cluster.api.http.routes import make_app
 from tests.api.scripted import MODEL, Client, ScriptedService, save_tokenizer
 from tests.api.test_tools import HI
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cluster.api.replica.ingress import make_app
+from cluster.api.http.routes import make_app
 from tests.api.scripted import Client, events
 from tests.api.test_engine import VOCAB, EngineService
 from tests.tiny import draft_folder, target_folder

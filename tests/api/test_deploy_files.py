@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.api.settings import LLMConfig, parse
+from cluster.api.serve.settings import LLMConfig, parse
 from tests.api.layouts import FILE, commented
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from cluster.api.openai.docs_page import page_of
-from cluster.api.openai.protocol import ChatRequest, CompletionRequest
+from cluster.api.core.protocol import ChatRequest, CompletionRequest
+from cluster.api.http.docs_page import page_of
 from tests.api.scripted import Client
 
 VOID = {"meta"}

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from cluster.actors.loop import EngineLoop
 from cluster.actors.messages import Commands, GangStatus, Overloaded
-from cluster.api.keys import Key, Keys, digest_of
-from cluster.api.openai.grammars import Grammars
-from cluster.api.openai.service import ModelInfo
-from cluster.api.openai.tokenizer import ChatTokenizer
-from cluster.api.replica.ingress import make_app
+from cluster.actors.step_loop import EngineLoop
+from cluster.api.core.api_keys import Key, Keys, digest_of
+from cluster.api.core.grammars import Grammars
+from cluster.api.core.service import ModelInfo
+from cluster.api.core.tokenizer import ChatTokenizer
+from cluster.api.http.routes import make_app
 from cluster.config import EngineConfig
 from cluster.engine import build_engine
-from cluster.metrics import ServingMetrics
+from cluster.observability.metrics import ServingMetrics
 from cluster.request import Request, RequestOutput
 from tests.api.scripted import MODEL, VOCAB, Client, events
 from tests.api.test_streams import MANY, Visitor, until
@@ -74,7 +74,7 @@ class ThreadedEngine:
 
 
 class EngineService:
-    """A `cluster.api.openai.service.Service` over a tiny random pair in float64."""
+    """A `cluster.api.core.service.Service` over a tiny random pair in float64."""
 
     def __init__(self, tokenizer_folder: str, vocab_size: int = VOCAB, **settings: Any) -> None:
         common: dict[str, Any] = {"dtype": "float64", "page_size": 4, "max_total_tokens": 4096, "num_threads": 1}

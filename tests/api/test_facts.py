@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from cluster.actors.messages import GangHistory
-from cluster.api.openai.fields import HARMLESS, WARNING_HEADER
-from cluster.api.openai.protocol import ChatRequest, TokenizeRequest
-from cluster.api.openai.tokenizer import ChatTokenizer
-from cluster.api.replica import ingress
-from cluster.api.replica.ingress import make_app
+from cluster.api.core.fields import HARMLESS, WARNING_HEADER
+from cluster.api.core.protocol import ChatRequest, TokenizeRequest
+from cluster.api.core.tokenizer import ChatTokenizer
+from cluster.api.http import routes
+from cluster.api.http.routes import make_app
 from cluster.config import ConfigError
 from tests.api.scripted import CONTEXT, IM_START, MODEL, Client, ScriptedService, save_tokenizer
 
@@ -45,7 +45,7 @@ def test_health_follows_the_engine(client: Client, service: ScriptedService, mon
         await asyncio.sleep(30)
 
     monkeypatch.setattr(service.engine, "status", stuck)
-    monkeypatch.setattr(ingress, "STATUS_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(routes, "STATUS_TIMEOUT_S", 0.05)
     assert "did not answer within" in client.get("/health").json()["error"]["message"]
 
 

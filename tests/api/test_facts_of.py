@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from cluster.api import app
-from cluster.api.app import _facts_of, _made_of
-from cluster.api.replica.resilient_client import Attempt, GoneError
-from cluster.api.settings import AppSettings
+from cluster.api.serve import application
+from cluster.api.serve.application import _facts_of, _made_of
+from cluster.api.serve.resilient_client import Attempt, GoneError
+from cluster.api.serve.settings import AppSettings
 from cluster.request import Request
 
 
@@ -31,7 +31,7 @@ class Answers:
 
 def test_replicas_of_other_settings_are_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a service is redeployed, those before it answer too, or die while they are asked."""
-    monkeypatch.setattr(app, "RETRY_S", 0.001)
+    monkeypatch.setattr(application, "RETRY_S", 0.001)
     old, own = ("old", {"context_length": 4}), ("own", {"context_length": 2})
     calls = Answers(old, GoneError("the actor died"), old, own, old)
     assert asyncio.run(_facts_of(calls, "own")) == {"context_length": 2}

@@ -8,10 +8,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cluster.api.anthropic.request import CountRequest, MessagesRequest
-from cluster.api.openai.fields import HARMLESS, REFUSED, WARNING_HEADER
-from cluster.api.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from cluster.api.openai.response_api.request import ResponseRequest
-from cluster.api.replica.ingress import make_app
+from cluster.api.core.fields import HARMLESS, REFUSED, WARNING_HEADER
+from cluster.api.core.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from cluster.api.http.routes import make_app
+from cluster.api.openai.responses.request import ResponseRequest
 from tests.api.scripted import MODEL, Client, ScriptedService
 
 NUMBERS = st.integers(-3, 300) | st.integers() | st.floats(allow_nan=False, allow_infinity=False)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.checkout import CHECKOUT
+from cluster.paths.checkout import CHECKOUT
 from tests.tiny import draft_folder, target_folder
 
 SCRIPT = """

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cluster.api.replica.ingress import make_app
+from cluster.api.http.routes import make_app
 from tests.api.bad_items import MESSAGES, RESPONSES
 from tests.api.scripted import MODEL, Client
 from tests.api.test_engine import VOCAB, EngineService

@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from openai import OpenAI
 from pydantic import BaseModel
 
-from cluster.api.openai.tokenizer import ChatTokenizer
+from cluster.api.core.tokenizer import ChatTokenizer
 from tests.api.listening import listening
 from tests.api.scripted import EOS, MODEL, ScriptedService, save_tokenizer
 

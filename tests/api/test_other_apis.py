@@ -11,11 +11,11 @@ import jsonschema
 import pytest
 from fastapi import FastAPI
 
-from cluster.api.openai.errors import ApiError
-from cluster.api.openai.fields import WARNING_HEADER
-from cluster.api.replica.drain import Drain
-from cluster.api.replica.envelopes import envelope_of
-from cluster.api.replica.ingress import make_app
+from cluster.api.core.errors import ApiError
+from cluster.api.core.fields import WARNING_HEADER
+from cluster.api.http.drain import Drain
+from cluster.api.http.error_envelopes import envelope_of
+from cluster.api.http.routes import make_app
 from tests.api.bad_items import HI, MESSAGES, OF_MESSAGES, OF_RESPONSES, RESPONSES
 from tests.api.scripted import MODEL, Client, ScriptedService
 from tests.api.test_access import counted
@@ -272,7 +272,7 @@ def test_whose_path_it_is(path: str, root: str, ours: bool) -> None:
 def test_calls_are_logged_and_counted_by_route(
     client: Client, service: ScriptedService, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "cluster.api.replica.access")
+    caplog.set_level(logging.INFO, "cluster.api.http.access_log")
     for path, good in GOOD.items():
         answer = client.post(path, {**good, "ignore_eos": True} | {LENGTHS[path]: 5})
         fields = caplog.records[-1].__dict__["fields"]

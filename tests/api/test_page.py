@@ -8,11 +8,11 @@ import httpx
 import pytest
 
 from cluster.actors.messages import GangHistory, Loss
-from cluster.api.keys import PAGE, Key, Keys, digest_of
+from cluster.api.core.api_keys import PAGE, Key, Keys, digest_of
+from cluster.api.http.routes import make_app
 from cluster.api.page import HERE
-from cluster.api.replica.ingress import make_app
-from cluster.api.settings import parse
-from cluster.metrics import EngineMetrics, StepStats
+from cluster.api.serve.settings import parse
+from cluster.observability.metrics import EngineMetrics, StepStats
 from tests.api.scripted import MODEL, Client, ScriptedService
 
 SOURCES = {file.name: file.read_text(encoding="utf-8") for file in HERE.iterdir() if file.suffix in (".js", ".html")}

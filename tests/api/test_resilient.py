@@ -10,8 +10,8 @@ import pytest
 
 from cluster.actors.messages import GangStatus, Overloaded, Unavailable
 from cluster.actors.streams import RESUMES
-from cluster.api.replica.feed import feed
-from cluster.api.replica.resilient_client import (
+from cluster.api.serve.feed import feed
+from cluster.api.serve.resilient_client import (
     ROOM_S,
     GoneError,
     Item,

@@ -11,15 +11,15 @@ import pytest
 from fastapi import FastAPI
 
 from cluster.api.anthropic import request as anthropic_request
-from cluster.api.openai import content, conversing, errors, tokenizer
-from cluster.api.openai import fields as field_tables
-from cluster.api.openai.body import MAX_CONTAINERS, MAX_KEYS
-from cluster.api.openai.errors import shown
-from cluster.api.openai.fields import MAX_WARNINGS, WARNING_HEADER, sort_fields
-from cluster.api.openai.response_api import request as response_request
-from cluster.api.openai.service import LEAST_BODY, Limits
-from cluster.api.replica import calls
-from cluster.api.replica.ingress import make_app
+from cluster.api.core import content, conversation, errors, tokenizer
+from cluster.api.core import fields as field_tables
+from cluster.api.core.body import MAX_CONTAINERS, MAX_KEYS
+from cluster.api.core.errors import shown
+from cluster.api.core.fields import MAX_WARNINGS, WARNING_HEADER, sort_fields
+from cluster.api.core.service import LEAST_BODY, Limits
+from cluster.api.http import calls
+from cluster.api.http.routes import make_app
+from cluster.api.openai.responses import request as response_request
 from tests.api.scripted import MODEL, Client, ScriptedService
 
 COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -119,7 +119,7 @@ def test_no_part_of_a_long_body_is_worked_on_in_the_event_loop(
 
     noted(response_request, "dialogue_of")
     noted(anthropic_request, "dialogue_of")
-    noted(conversing, "check_messages")
+    noted(conversation, "check_messages")
     noted(calls, "_check_ids")
     noted(calls, "StoppedText")
     noted(tokenizer, "messages_for")

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.api.openai.service import Limits
-from cluster.api.replica.ingress import make_app
+from cluster.api.core.service import Limits
+from cluster.api.http.routes import make_app
 from tests.api.scripted import IM_START, MODEL, VOCAB, Client, events
 from tests.api.test_engine import EngineService
 from tests.api.test_engine import services as services

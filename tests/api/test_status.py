@@ -7,7 +7,7 @@ import sys
 import httpx
 import pytest
 
-from cluster.actors.local import LocalRay
+from cluster.actors.local_ray import LocalRay
 from tests.api.apps import arguments, kill, serving, shards
 from tests.api.pty_command import CTRL_C, PtyCommand
 

@@ -9,9 +9,9 @@ from typing import Any
 import jsonschema
 import pytest
 
-from cluster.api.openai.fields import WARNING_HEADER
-from cluster.api.openai.tokenizer import ChatTokenizer
-from cluster.api.replica.ingress import make_app
+from cluster.api.core.fields import WARNING_HEADER
+from cluster.api.core.tokenizer import ChatTokenizer
+from cluster.api.http.routes import make_app
 from cluster.chat.formats.choose import FORMATS, named
 from tests.api.scripted import MODEL, Client, events, save_tokenizer
 from tests.api.test_engine import EngineService

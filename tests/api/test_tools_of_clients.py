@@ -11,9 +11,9 @@ import pytest
 from openai import OpenAI
 from openai.types.responses.tool_param import ToolParam
 
-from cluster.api.openai.fields import WARNING_HEADER
-from cluster.api.openai.response_api.request import ResponseRequest
-from cluster.api.replica.ingress import make_app
+from cluster.api.core.fields import WARNING_HEADER
+from cluster.api.http.routes import make_app
+from cluster.api.openai.responses.request import ResponseRequest
 from tests.api.listening import listening
 from tests.api.scripted import MODEL, Client, ScriptedService, save_tokenizer
 from tests.api.test_calls_and_thoughts import TEMPLATE, prompt_of

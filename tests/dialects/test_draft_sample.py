@@ -10,10 +10,10 @@ import torch
 
 from cluster.arch.draft.sample import FILE, read_sample
 from cluster.arch.resolve import check_models
-from cluster.checkout import CHECKOUT, DEMO_DRAFT, DEMO_TARGET, demo_path
 from cluster.cli import main
 from cluster.config import ConfigError, EngineConfig
 from cluster.engine import build_engine
+from cluster.paths.checkout import CHECKOUT, DEMO_DRAFT, DEMO_TARGET, demo_path
 from cluster.request import Request, SamplingParams
 from cluster.spec.inputs import EagleDraftInput
 from cluster.tools.sample_draft import clearest, sample_draft

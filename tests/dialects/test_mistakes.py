@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-import cluster.kernels.choose
+import cluster.kernels.select
 import cluster.spec.draft
 from cluster.arch.draft.sample import FILE
 from cluster.attention.bind import bind_attention
@@ -150,7 +150,7 @@ def test_ids_that_are_not_rotated_cost_acceptance(monkeypatch: pytest.MonkeyPatc
 
 def test_another_runners_pool_costs_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
     """Levels read a pool of the same shape that holds somebody else's numbers."""
-    monkeypatch.setattr(cluster.kernels.choose, "library", lambda: None)
+    monkeypatch.setattr(cluster.kernels.select, "library", lambda: None)
 
     def spoil(engine: Engine) -> None:
         draft = engine._p.lockstep.step._draft

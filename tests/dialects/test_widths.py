@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from cluster.batch import Batch, Mode, PromptRows, SamplingBatch
+from cluster.config.tree_shape import TreeShape
 from cluster.models.eagle3 import Eagle3Draft
 from cluster.models.target import DecoderTarget
 from cluster.spec.extend import extend_input
 from cluster.spec.inputs import EagleDraftExtendInput, EagleDraftInput
 from cluster.spec.verify import Accepted
-from cluster.tree_shape import TreeShape
 from tests.loading import context, load_draft, load_target
 from tests.tiny import draft_folder, target_folder
 

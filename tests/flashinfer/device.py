@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from cluster import recording
-from cluster.graph import Graph
-from cluster.tape import _Recorder
+from cluster.capture import recorder
+from cluster.capture.cuda_graph import Graph
+from cluster.capture.tape import _Recorder
 
 ROOM = 1 << 14  # numbers of an int workspace
 
@@ -45,7 +45,7 @@ class Device:
     def send(self) -> None:
         """The host begins to tell a step."""
         self.sent += 1
-        recording.native(setattr, self, "running", self.sent)
+        recorder.native(setattr, self, "running", self.sent)
 
 
 DEVICE = Device()
@@ -63,7 +63,7 @@ class Planned:
 
 def captured() -> bool:
     """Whether a program is being recorded, so that whatever is launched will be launched again."""
-    return isinstance(recording._recorder.get(), (Graph, _Recorder))
+    return isinstance(recorder._recorder.get(), (Graph, _Recorder))
 
 
 def staged(pinned: Tensor, there: Tensor, parts: list[Tensor], launched: tuple[Any, ...]) -> None:
@@ -72,7 +72,7 @@ def staged(pinned: Tensor, there: Tensor, parts: list[Tensor], launched: tuple[A
     PLANNED.append(Planned(DEVICE.sent, launched))
     words = torch.cat([torch.tensor([len(PLANNED) - 1], dtype=torch.int32), *parts])
     pinned[: len(words)] = words
-    recording.native(arrive, there, pinned, len(words))
+    recorder.native(arrive, there, pinned, len(words))
     DEVICE.plans += 1
 
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cluster import recording
+from cluster.capture import recorder
 from cluster.engine.assembler import Assembler, Inputs
 from cluster.engine.lockstep import GangStep, Lockstep
-from cluster.kernels import flashinfer_library
-from cluster.kernels.flashinfer_library import FlashInfer
+from cluster.kernels.flashinfer import library as flashinfer_library
+from cluster.kernels.flashinfer.library import FlashInfer
 from cluster.spec.result import Decided
 from tests.flashinfer.device import DEVICE, ROOM, Launch, arrive, captured, kernel, staged
 from tests.flashinfer.signatures import LATENT, METADATA, PREFILL, known, signature
@@ -107,7 +107,7 @@ class Wrapper:
         assert listed.data_ptr() == room.data_ptr() and len(listed) <= len(room), "the list is the wrapper's own"
         for there, one in zip(buffers[:-1], given, strict=True):
             assert there.shape == one.shape, "the batch of graphs is of one size"
-            recording.native(arrive, there, one.clone(), len(one))
+            recorder.native(arrive, there, one.clone(), len(one))
 
     def launch(self, told: Launch, q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> Tensor:
         """Start the kernel."""
@@ -115,7 +115,7 @@ class Wrapper:
         assert (q.dtype, keys.dtype) == self._dtypes and out.dtype == q.dtype, "as planned"
         DEVICE.repeated += self.graphs
         lse = torch.empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
-        recording.native(kernel, told, q, keys, values, out, lse)
+        recorder.native(kernel, told, q, keys, values, out, lse)
         return lse
 
 

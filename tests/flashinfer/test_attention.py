@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from cluster.arch.cell import CodedCell
-from cluster.attention import flashinfer_plans
-from cluster.attention.flashinfer_backend import FlashInferAttention
-from cluster.attention.flashinfer_plans import Plans
-from cluster.attention.flashinfer_readers import paged_view
+from cluster.attention.flashinfer import plans as flashinfer_plans
+from cluster.attention.flashinfer.backend import FlashInferAttention
+from cluster.attention.flashinfer.plans import Plans
+from cluster.attention.flashinfer.readers import paged_view
 from cluster.batch import HostBounds
-from cluster.kernels.flashinfer_library import Share
+from cluster.kernels.flashinfer.library import Share
 from cluster.kv.pool import KVPool
 from tests.flashinfer.stand_in import DEVICE, stand_in
 from tests.unit.attention.dense import CPU, Case

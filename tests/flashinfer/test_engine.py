@@ -7,10 +7,10 @@ import torch
 
 from cluster.config import ConfigError
 from cluster.engine import build_engine
-from cluster.forward.choosers import chooser_of
-from cluster.forward.triton_chooser import TritonChooser
-from cluster.kernels.flashinfer_kernels import FlashInferKernels
+from cluster.kernels.flashinfer.kernels import FlashInferKernels
 from cluster.kernels.triton_kernels import TritonKernels
+from cluster.sampling.backends import chooser_of
+from cluster.sampling.triton_sampler import TritonChooser
 from cluster.spec.backends import tree_backend_of
 from cluster.spec.triton_tree import TritonGrowth, accept
 from tests.families import made

@@ -14,16 +14,17 @@ from typing import Any
 
 import pytest
 
-from cluster import recording
-from cluster.attention import flashinfer_plans, flashinfer_readers
-from cluster.attention.flashinfer_plans import Key, Plans
+from cluster.attention.flashinfer import plans as flashinfer_plans
+from cluster.attention.flashinfer import readers as flashinfer_readers
+from cluster.attention.flashinfer.plans import Key, Plans
 from cluster.batch import Mode
+from cluster.capture import recorder
+from cluster.capture.recorder import Ahead
 from cluster.config import EngineConfig
 from cluster.dp_attention.sizes import Buckets
 from cluster.engine import Engine, build_engine, captures
 from cluster.engine.programs import UNLIKE
-from cluster.metrics import merge
-from cluster.recording import Ahead
+from cluster.observability.metrics import merge
 from tests.flashinfer.device import DEVICE, PLANNED
 from tests.flashinfer.stand_in import Paged, stand_in_serves
 from tests.flashinfer.test_engine import FAMILIES, SHAPES, pair
@@ -57,7 +58,7 @@ def serve(patch: pytest.MonkeyPatch, of: EngineConfig, buckets: Buckets = SIZES)
     patch.setattr(flashinfer_readers, "WORKSPACE", 1)
     patch.setattr(captures, "MODES", (Mode.NOISY,))
     stream = on_stream(patch, buckets)
-    patch.setattr(flashinfer_plans, "brought", recording.brought)
+    patch.setattr(flashinfer_plans, "brought", recorder.brought)
     patch.setattr(DEVICE, "host", lambda: unwatched(stream))
     return build_engine(of), stream
 

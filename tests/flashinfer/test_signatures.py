@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.attention.flashinfer_readers import LatentReader, PagedReader, Reader, Work
-from cluster.kernels import flashinfer_library
-from cluster.kernels.flashinfer_launch import LATENT as LATENT_OWN
-from cluster.kernels.flashinfer_launch import LATENT_BACKEND, PAGED, latent_launch, paged_launch
-from cluster.kernels.flashinfer_library import VERSION, FlashInfer
+from cluster.attention.flashinfer.readers import LatentReader, PagedReader, Reader, Work
+from cluster.kernels.flashinfer import library as flashinfer_library
+from cluster.kernels.flashinfer.launch import LATENT as LATENT_OWN
+from cluster.kernels.flashinfer.launch import LATENT_BACKEND, PAGED, latent_launch, paged_launch
+from cluster.kernels.flashinfer.library import VERSION, FlashInfer
 from tests.flashinfer.signatures import LATENT, METADATA, METHODS, PREFILL, known, read, signature
 from tests.flashinfer.stand_in import Latent, Paged, Planning
 

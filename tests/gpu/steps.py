@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from cluster.capture.cuda_graph import Graph
 from cluster.config import EngineConfig
-from cluster.crossing import Landing, brought
+from cluster.device.transfers import Landing, brought
 from cluster.engine import Engine, StepResult, build_engine
-from cluster.graph import Graph
 from tests.parity.automata import walked
 from tests.parity.harness import run
 from tests.static.test_stream import alone, asked, config

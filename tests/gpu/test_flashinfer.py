@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.attention.flashinfer_backend import FlashInferAttention
+from cluster.attention.flashinfer.backend import FlashInferAttention
+from cluster.capture.cuda_graph import CudaSegments, Graph
+from cluster.capture.recorder import Ahead, repeated
 from cluster.engine import build_engine
-from cluster.graph import CudaSegments, Graph
-from cluster.kernels.flashinfer_library import FlashInfer, Share, find
+from cluster.kernels.flashinfer.library import FlashInfer, Share, find
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
-from cluster.recording import Ahead, repeated
 from tests.gpu.stages.flashinfer import KINDS, Wide, known
 from tests.gpu.test_triton import CUDA, ERROR, LONG, there
 from tests.parity.harness import GREEDY, config_of, prompts, request, run

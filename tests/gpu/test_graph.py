@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.graph import CudaSegments, Graph
-from cluster.recording import hosted
-from cluster.tape import Tape
+from cluster.capture.cuda_graph import CudaSegments, Graph
+from cluster.capture.recorder import hosted
+from cluster.capture.tape import Tape
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,21 +8,21 @@ import torch
 from torch import Tensor
 
 from cluster.attention.triton_backend import TritonAttention
-from cluster.forward import filters
-from cluster.forward.draw import Draw
-from cluster.forward.noise import keys_along
-from cluster.forward.triton_chooser import TritonChooser, least_kept
 from cluster.kernels.interface import Activation, Angles, HeadNorms
 from cluster.kernels.torch_kernels import TorchKernels
 from cluster.kernels.triton_kernels import TritonKernels
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
+from cluster.sampling import filters
+from cluster.sampling.noise import keys_along
+from cluster.sampling.sampling_inputs import Draw
+from cluster.sampling.triton_sampler import TritonChooser, least_kept
 from tests.gpu.trees import check_trees
 from tests.unit.attention.dense import Case
 from tests.unit.attention.test_twins import KINDS, SHAPES, TREE
-from tests.unit.forward.test_c_chooser import logits_of
-from tests.unit.forward.test_choose import mixed
 from tests.unit.kernels.test_product import close, made
+from tests.unit.sampling.test_c_sampler import logits_of
+from tests.unit.sampling.test_sampler import mixed
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import xgrammar
 
-from cluster.bench.made_up_vocabulary import SENTENCE_PIECE, STOP, made_up_tokens
+from cluster.bench.random_vocabulary import SENTENCE_PIECE, STOP, made_up_tokens
 from cluster.bench.real_sized import schema_of
 from cluster.chat.formats.choose import FORMATS
 from cluster.grammar.asked import Grammar

@@ -6,9 +6,9 @@ from tokenizers import Tokenizer, decoders, models
 
 from cluster.config import ConfigError
 from cluster.grammar.vocabulary import SPECIAL, Vocabulary
-from cluster.text import TextTokenizer
+from cluster.tokenizer.tokenizer import TextTokenizer
 from tests.grammar.walks import DEMO, STOPS, allowed
-from tests.unit.test_text import byte_fallback, byte_level
+from tests.unit.tokenizer.test_tokenizer import byte_fallback, byte_level
 
 TOKENIZERS = {"demo": lambda: TextTokenizer.load(str(DEMO)), "byte-level": byte_level, "byte-fallback": byte_fallback}
 

@@ -11,7 +11,7 @@ from cluster.grammar.asked import Grammar
 from cluster.grammar.matching import Matchers, TextMatcher
 from cluster.grammar.vocabulary import Row, Vocabulary
 from cluster.grammar.worker import Worker
-from cluster.text import TextTokenizer
+from cluster.tokenizer.tokenizer import TextTokenizer
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo" / "target"
 STOPS = (0, 2)

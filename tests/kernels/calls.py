@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 
 from cluster.attention.c_backend import CAttention
-from cluster.forward.c_chooser import CChooser
+from cluster.capture.tape import Tape
 from cluster.kernels.c_kernels import CKernels
 from cluster.kernels.c_operators import operators_of
 from cluster.kernels.interface import Activation, Angles, HeadNorms
 from cluster.kernels.library import Library, opened
-from cluster.tape import Tape
+from cluster.sampling.c_sampler import CChooser
 from tests.unit.attention.dense import Case
 from tests.unit.attention.test_twins import KINDS, SHAPES, case
-from tests.unit.forward.test_c_chooser import draw_of, logits_of, unfiltered
 from tests.unit.kernels.test_codes import KINDS as KINDS_OF_CODES
 from tests.unit.kernels.test_codes import SIZES as CODE_SIZES
 from tests.unit.kernels.test_codes import matrix
 from tests.unit.kernels.test_product import ROWS, SIZES, made
+from tests.unit.sampling.test_c_sampler import draw_of, logits_of, unfiltered
 
 FUSED = (torch.float32, torch.float64, torch.bfloat16)
 

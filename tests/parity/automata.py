@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.engine.rank import Rank
-from cluster.forward.grammars import Make, Matcher
+from cluster.sampling.grammars import Make, Matcher
 from tests.parity.harness import VOCAB
 
 R = TypeVar("R", bound=Rank)

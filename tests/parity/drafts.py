@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from cluster.batch import Batch
+from cluster.config.tree_shape import TreeShape
 from cluster.engine import Engine
-from cluster.forward.draw import Draw, Drawing
+from cluster.sampling.sampling_inputs import Draw, Drawing
 from cluster.spec.draft import Draft
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.tree import DraftTree, ancestors_of
 from cluster.spec.verify import Accepted
-from cluster.tree_shape import TreeShape
 from tests.late import owners
 
 Texts = dict[str, list[int]]

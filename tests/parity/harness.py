@@ -10,10 +10,10 @@ from functools import cache
 import torch
 
 from cluster.config import EngineConfig
+from cluster.config.tree_shape import tree_shape
 from cluster.engine import Engine, StepResult, build_engine
 from cluster.engine.build import engine_of, prepare_alone
 from cluster.request import Request, RequestOutput, SamplingParams
-from cluster.tree_shape import tree_shape
 from tests.parity.drafts import OracleDraft, Texts, correct
 from tests.tiny import draft_folder, target_folder
 

@@ -12,7 +12,7 @@ from cluster.request import SamplingParams
 from tests.parity.harness import VOCAB, config_of, request, run
 from tests.parity.reference import target_reference
 from tests.tiny import draft_folder, target_folder
-from tests.unit.forward.samplings import filtered, sampling_of
+from tests.unit.sampling.samplings import filtered, sampling_of
 
 SIGNIFICANCE = 0.001
 PROMPT = [3, 9, 4, 17, 6]

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import cluster.spec.step
-from cluster.forward.adjust import Adjust
-from cluster.forward.adjustments import AdjustmentTable
-from cluster.forward.grammars import GrammarTable
+from cluster.sampling.grammars import GrammarTable
+from cluster.sampling.logits_processor import Adjust
+from cluster.sampling.penalties import AdjustmentTable
 from tests.parity import test_constrained as constrained
 from tests.parity.test_constrained import plain
 

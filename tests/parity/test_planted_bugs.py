@@ -8,10 +8,10 @@ import torch
 
 import cluster.arch.draft.eagle3
 import cluster.engine.engine
-import cluster.forward.noise
-import cluster.kernels.choose
+import cluster.kernels.select
 import cluster.kv.radix
 import cluster.models.draft
+import cluster.sampling.noise
 import cluster.spec.backends
 import cluster.spec.draft
 import cluster.spec.step
@@ -20,13 +20,13 @@ from cluster.engine import Engine
 from cluster.engine.assembler import Assembler
 from cluster.engine.finish import Cut, FinishCheck
 from cluster.engine.scheduler import Scheduler
-from cluster.forward.runner import DraftRunner
-from cluster.forward.sampling import SamplingTable
 from cluster.kernels.torch_kernels import TorchKernels
 from cluster.kv.cache import KVCache
 from cluster.kv.pages import PageAllocator
 from cluster.kv.radix import RadixTree
 from cluster.models.eagle3 import Eagle3Draft
+from cluster.models.runner import DraftRunner
+from cluster.sampling.parameters import SamplingTable
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.propose import CoupledRanking
 from cluster.spec.step import Step
@@ -234,7 +234,7 @@ def _(patch: Patch) -> None:
 
 @bug("noise is keyed to the position before")
 def _(patch: Patch) -> None:
-    changed(patch, cluster.forward.noise, "noise_keys", lambda true: lambda seeds, at: true(seeds, at - 1))
+    changed(patch, cluster.sampling.noise, "noise_keys", lambda true: lambda seeds, at: true(seeds, at - 1))
 
 
 @bug("the draft ranks without the target's noise")
@@ -381,7 +381,7 @@ def _(patch: Patch) -> None:
 @pytest.fixture(autouse=True)
 def twins(monkeypatch: Patch) -> None:
     """Bugs are planted in the twins of the kernels."""
-    monkeypatch.setattr(cluster.kernels.choose, "library", lambda: None)
+    monkeypatch.setattr(cluster.kernels.select, "library", lambda: None)
 
 
 def test_without_a_planted_bug_every_check_passes() -> None:

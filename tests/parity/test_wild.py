@@ -16,7 +16,7 @@ from cluster.config import EngineConfig
 from cluster.engine import build_engine
 from cluster.grammar.vocabulary import Vocabulary
 from cluster.request import Adjustments, Request, SamplingParams
-from cluster.text import TextTokenizer
+from cluster.tokenizer.tokenizer import TextTokenizer
 from tests.grammar.checks import CHECKS
 from tests.grammar.walks import DEMO, Grammars, grammars_of
 from tests.parity.harness import Run, config_of, run

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from cluster.batch import Batch
+from cluster.config.tree_shape import TreeShape
 from cluster.engine import Engine, StepResult
-from cluster.forward.chooser import scored
-from cluster.forward.draw import Drawing
-from cluster.forward.noise import Noise, noise_keys, token_hashes
+from cluster.sampling.noise import Noise, noise_keys, token_hashes
+from cluster.sampling.sampling_inputs import Drawing
+from cluster.sampling.torch_sampler import scored
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.tree import DECAY, FLOOR, DraftTree
-from cluster.tree_shape import TreeShape
 from tests.late import owners
 from tests.parity.drafts import Texts
 from tests.parity.reference import DraftReference, TargetReference

@@ -11,16 +11,16 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cluster import mesh as meshes
 from cluster.batch import Order
+from cluster.config.tree_shape import TreeShape
+from cluster.distributed import mesh as meshes
+from cluster.distributed.mesh import Mesh, Rendezvous
+from cluster.distributed.watchdog import Watch
 from cluster.dp_attention.exchange import Exchange
 from cluster.dp_attention.plan import Call, StepPlan
 from cluster.engine.programs import Programs
 from cluster.engine.rank import Rank
-from cluster.mesh import Mesh, Rendezvous
 from cluster.spec.result import Decided
-from cluster.tree_shape import TreeShape
-from cluster.watch import Watch
 
 MOMENTS = 64  # of a step that the host notes before the device has begun it
 

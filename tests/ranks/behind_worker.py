@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from cluster.actors.loop import EngineLoop
 from cluster.actors.messages import Commands
+from cluster.actors.step_loop import EngineLoop
+from cluster.capture.tape import Tape
 from cluster.config import EngineConfig
+from cluster.distributed.mesh import Rendezvous, Store
 from cluster.dp_attention.plan import Call
 from cluster.engine import build_rank
-from cluster.mesh import Rendezvous, Store
 from cluster.request import Request, SamplingParams
-from cluster.tape import Tape
 from tests.backend import force
 from tests.ranks.behind import put_behind
 from tests.ranks.process import say, serve

@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
+from cluster.config.tree_shape import TreeShape
 from cluster.dp_attention.plan import Facts, PlanRule, StepPlan
 from cluster.engine import Rank, lockstep
-from cluster.tree_shape import TreeShape
 
 
 class Harm:

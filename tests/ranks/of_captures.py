@@ -6,11 +6,11 @@ from dataclasses import replace
 from torch import Tensor
 
 from cluster.batch import Mode
+from cluster.distributed.mesh import Axis
 from cluster.dp_attention.plan import Call, StepPlan
 from cluster.dp_attention.sizes import Buckets
 from cluster.engine.assembler import Inputs
 from cluster.engine.programs import Program
-from cluster.mesh import Axis
 from cluster.spec.result import StepOutput
 from tests.ranks.harm import Harm, Plant, planned, set_before
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from cluster.dp_attention.journey import Journey
-from cluster.mesh import Axis
+from cluster.distributed.mesh import Axis
+from cluster.dp_attention.all2all import Journey
 from tests.ranks.harm import Harm, Plant, instead, planned, set_before, twice
 
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from cluster.batch import Batch, Mode
+from cluster.config.tree_shape import TreeShape
+from cluster.distributed.mesh import Axis
 from cluster.dp_attention.plan import Facts, StepPlan
 from cluster.dp_attention.sizes import Sizes, most
 from cluster.engine import Rank, lockstep
-from cluster.mesh import Axis
 from cluster.spec.inputs import EagleDraftInput
-from cluster.tree_shape import TreeShape
 from tests.ranks.harm import Harm, Plant, instead, planned, set_before, twice
 from tests.ranks.of_captures import OF_CAPTURES
 from tests.ranks.of_experts import OF_EXPERTS

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from cluster.mesh import Rendezvous, Store, open_store
+from cluster.distributed.mesh import Rendezvous, Store, open_store
 
 HOST = "127.0.0.1"
 Live = Callable[[dict[str, Any], int, Rendezvous, Store | None], None]

@@ -9,8 +9,8 @@ import torch
 
 from cluster.arch.resolve import resolve_models
 from cluster.config import EngineConfig
+from cluster.distributed.mesh import Axis, Mesh
 from cluster.engine.build import prepare
-from cluster.mesh import Axis, Mesh
 from cluster.models.checkpoint import Checkpoint, Matrix
 from cluster.models.formats import Span
 from tests.families import made

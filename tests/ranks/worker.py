@@ -16,9 +16,9 @@ from torch import Tensor
 
 from cluster.batch import Batch
 from cluster.config import ConfigError, EngineConfig
+from cluster.distributed.mesh import Axis, GangError, Rendezvous, Store
 from cluster.engine import Engine, Rank, build_rank
 from cluster.engine.scheduler import Schedule
-from cluster.mesh import Axis, GangError, Rendezvous, Store
 from cluster.request import Adjustments, Request, SamplingParams, TokenLogprob
 from cluster.spec import tree
 from cluster.spec.tree import DraftTree

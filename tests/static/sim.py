@@ -15,8 +15,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from cluster.device.staging import Sent, Staging
 from cluster.engine import Engine
-from cluster.staging import Sent, Staging
 
 NAME = "sim"
 _setup_privateuseone_for_python_backend(NAME)

@@ -18,22 +18,22 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from cluster import recording
 from cluster.batch import Mode, Order
+from cluster.capture import recorder
+from cluster.capture.cuda_graph import Graph
+from cluster.capture.recorder import recorded_by
+from cluster.capture.tape import _replayed, asks
 from cluster.config import EngineConfig
-from cluster.crossing import Landing
+from cluster.config.tree_shape import TreeShape
+from cluster.device.transfers import Landing
+from cluster.distributed.mesh import Mesh
 from cluster.dp_attention.plan import StepPlan
 from cluster.dp_attention.sizes import Buckets
 from cluster.engine import build
 from cluster.engine.captures import Captures, buckets_of
 from cluster.engine.lockstep import Lockstep
 from cluster.engine.programs import Programs
-from cluster.graph import Graph
-from cluster.mesh import Mesh
-from cluster.recording import recorded_by
 from cluster.spec.result import Results
-from cluster.tape import _replayed, asks
-from cluster.tree_shape import TreeShape
 
 Call = Callable[[], object]
 
@@ -70,7 +70,7 @@ class Stream(TorchDispatchMode):
         """A step is told from here on. Native calls know places alone: what they read is kept for some steps."""
         self._alive.append([])
 
-    # what notes: `cluster.graph.Segments`
+    # what notes: `cluster.capture.cuda_graph.Segments`
 
     def ready(self) -> None:
         self.run()
@@ -115,7 +115,7 @@ class Stream(TorchDispatchMode):
         self.queue(call)
 
     def hosted(self, run: Callable[..., Any], given: tuple[Any, ...]) -> Any:
-        return recording.answered(run, given)
+        return recorder.answered(run, given)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, schema = kwargs or {}, function._schema
@@ -317,12 +317,12 @@ def cross(patch: pytest.MonkeyPatch, stream: Stream) -> None:
         with unwatched(stream):
             return true(run, given)
 
-    true = recording.answered
-    for place in ("cluster.recording", "cluster.spec.result"):
+    true = recorder.answered
+    for place in ("cluster.capture.recorder", "cluster.spec.result"):
         patch.setattr(f"{place}.Landing", Landed)
-    for place in ("cluster.recording", "cluster.staging"):
+    for place in ("cluster.capture.recorder", "cluster.device.staging"):
         patch.setattr(f"{place}.brought", brought)
-    for place in ("cluster.recording", "cluster.graph"):
+    for place in ("cluster.capture.recorder", "cluster.capture.cuda_graph"):
         patch.setattr(f"{place}.answered", answered)
     for name in ("from_numpy", "frombuffer"):
         patch.setattr(torch, name, _outside(getattr(torch, name), name, stream))

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from cluster.capture.tape import Tape
 from cluster.config import EngineConfig
 from cluster.engine import Engine, build_engine
 from cluster.engine.assembler import Inputs
 from cluster.engine.programs import TAPES, Program
 from cluster.request import Adjustments, Request, SamplingParams, TokenLogprob
 from cluster.spec.result import StepOutput
-from cluster.tape import Tape
 from tests.parity.harness import SAMPLING, VOCAB, config_of, tiny_pair
 from tests.parity.pairs import algorithm_of, diagonal, draft_of
 from tests.parity.poison import memory_of

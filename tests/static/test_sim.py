@@ -13,10 +13,10 @@ from torch._subclasses.fake_tensor import (
 )
 
 from cluster.batch import Adjusting, Batch, Decode, Mode, Order, PageCopy, PageWrite, PromptChunk, Sampling
+from cluster.config.tree_shape import TreeShape, tiers
 from cluster.engine import Engine, build_engine
 from cluster.spec.result import StepOutput
 from cluster.spec.step import Step
-from cluster.tree_shape import TreeShape, tiers
 from tests.families import FAMILIES
 from tests.parity.harness import config_of
 from tests.parity.pairs import DRAFTS, Pair, algorithm_of, all_pairs, diagonal, draft_of

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from cluster.batch import Mode
+from cluster.capture.recorder import hosted, native, recorded_by
 from cluster.config import EngineConfig
 from cluster.dp_attention.sizes import Buckets
 from cluster.engine import Engine, build_engine
 from cluster.engine.assembler import Inputs
 from cluster.engine.programs import Program, Programs
-from cluster.forward.bars import barred
-from cluster.recording import hosted, native, recorded_by
 from cluster.request import Adjustments, Request
+from cluster.sampling.token_bitmask import barred
 from cluster.spec import result
 from cluster.spec.result import StepOutput
 from tests.parity.automata import automaton, walked

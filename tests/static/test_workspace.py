@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cluster.config import ConfigError, EngineConfig
+from cluster.distributed.mesh import Mesh
 from cluster.engine import Engine, build, workspace
 from cluster.engine.build import engine_of, prepare_alone
 from cluster.engine.memory import RankMemory
@@ -18,7 +19,6 @@ from cluster.engine.workspace import beside, measured_needs, needs_of, rehearsed
 from cluster.kv import pool
 from cluster.kv.budget import Needs
 from cluster.kv.device_memory import DeviceMemory
-from cluster.mesh import Mesh
 from cluster.request import Adjustments, Request, SamplingParams
 from tests.device_memory import DeviceMemoryError, SimulatedMemory
 from tests.parity.harness import VOCAB, tiny_pair

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cluster
-from cluster.tape import asks
+from cluster.capture.tape import asks
 
 ROOT = Path(cluster.__file__).parent
 

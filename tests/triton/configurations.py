@@ -8,13 +8,10 @@ import torch
 from torch import Tensor
 
 from cluster.arch.cell import CodedCell
-from cluster.attention.bits import line_bits
-from cluster.attention.flashinfer_plans import LISTING
+from cluster.attention.ancestor_bits import line_bits
+from cluster.attention.flashinfer.plans import LISTING
 from cluster.attention.triton_backend import Before, TritonAttention
 from cluster.batch import SamplingBatch, Seen, Text, Tree
-from cluster.forward.draw import Draw
-from cluster.forward.noise import Noise
-from cluster.forward.triton_chooser import TritonChooser, least_kept
 from cluster.kernels.attend import gpu
 from cluster.kernels.interface import Activation, Angles, HeadNorms
 from cluster.kernels.launch import launch
@@ -22,6 +19,9 @@ from cluster.kernels.triton_kernels import TritonKernels
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
 from cluster.kv.triton_pool import TritonPool
+from cluster.sampling.noise import Noise
+from cluster.sampling.sampling_inputs import Draw
+from cluster.sampling.triton_sampler import TritonChooser, least_kept
 from cluster.spec.triton_tree import TritonGrowth, accept
 from tests.triton.compiling import Started, watching
 

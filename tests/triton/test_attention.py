@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.attention.bits import line_bits
+from cluster.attention.ancestor_bits import line_bits
 from cluster.attention.triton_backend import TritonAttention
 from cluster.batch import Seen, Text, Tree
 from cluster.kv.page_table import PageTable

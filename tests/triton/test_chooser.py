@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cluster.forward import filters
-from cluster.forward.chooser import TORCH
-from cluster.forward.draw import Draw
-from cluster.forward.noise import at_least_float32, vocabulary_hashes
-from cluster.forward.triton_chooser import TritonChooser, least_kept
+from cluster.sampling import filters
+from cluster.sampling.noise import at_least_float32, vocabulary_hashes
+from cluster.sampling.sampling_inputs import Draw
+from cluster.sampling.torch_sampler import TORCH
+from cluster.sampling.triton_sampler import TritonChooser, least_kept
 from cluster.spec.tree import FLOOR
-from tests.unit.forward.test_c_chooser import DTYPES, draw_of, logits_of, unfiltered
-from tests.unit.forward.test_choose import mixed
+from tests.unit.sampling.test_c_sampler import DTYPES, draw_of, logits_of, unfiltered
+from tests.unit.sampling.test_sampler import mixed
 
 NEAR = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-5}
 OWN = TritonChooser()
@@ -20,7 +20,7 @@ OWN = TritonChooser()
 
 @pytest.fixture(autouse=True)
 def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.forward.triton_chooser.COLUMNS", 128)
+    monkeypatch.setattr("cluster.sampling.triton_sampler.COLUMNS", 128)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -102,7 +102,7 @@ def kept_by_the_twin(logits: torch.Tensor, draw: Draw) -> torch.Tensor:
 @pytest.mark.parametrize(("vocab", "each"), [(1, 1), (7, 2), (129, 1), pytest.param(700, 2, marks=pytest.mark.slow)])
 def test_thresholds_are_the_twins(vocab: int, each: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every mix of filters; logits that repeat, so that many lie on a threshold."""
-    monkeypatch.setattr("cluster.forward.triton_chooser.AT_ONCE", 128)
+    monkeypatch.setattr("cluster.sampling.triton_sampler.AT_ONCE", 128)
     sampling = mixed(at_least_float32(dtype))
     count = sampling.seeds.shape[0]
     draw = draw_of(sampling, each, vocab, dtype)

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.metrics import PHASES, EngineMetrics, ServingMetrics, StepStats, merge
+from cluster.observability.metrics import PHASES, EngineMetrics, ServingMetrics, StepStats, merge
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 DASHBOARDS = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, PlainValidator
 
-from cluster.api.openai.content import Strict, Text, read_at, text_of_parts
-from cluster.api.openai.dialogue import Dialogue
-from cluster.api.openai.errors import ApiError, shown
-from cluster.api.openai.translated import not_taken, readable_json
+from cluster.api.core.content import Strict, Text, read_at, text_of_parts
+from cluster.api.core.dialogue import Dialogue
+from cluster.api.core.errors import ApiError, shown
+from cluster.api.core.translated import not_taken, readable_json
 
 Role = Literal["user", "assistant", "system"]
 ServerResult = Literal[

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from cluster.api.openai.errors import ApiError
+from cluster.api.core.errors import ApiError
 
 TYPES: Mapping[int, str] = {
     401: "authentication_error",

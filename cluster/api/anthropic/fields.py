@@ -1,9 +1,9 @@
-"""What becomes of each field of /v1/messages that its body does not honour; see `cluster.api.openai.fields`."""
+"""What becomes of each field of /v1/messages that its body does not honour; see `cluster.api.core.fields`."""
 
 from typing import Any
 
-from cluster.api.openai.fields import Table
-from cluster.api.openai.translated import table_of
+from cluster.api.core.fields import Table
+from cluster.api.core.translated import table_of
 
 # They label, meter or route a call, or tune what is kept of prompts, so they cannot change the answer.
 HARMLESS = frozenset(

@@ -7,11 +7,11 @@ from pydantic import AfterValidator, ConfigDict, FailFast, Field, PlainValidator
 
 from cluster.api.anthropic.blocks import Message, Read, System, dialogue_of, messages_of
 from cluster.api.anthropic.fields import COUNT_TABLE, TABLE
-from cluster.api.openai.content import Strict, Text, read_at
-from cluster.api.openai.errors import shown
-from cluster.api.openai.fields import Table
-from cluster.api.openai.tools import LeftOutTool
-from cluster.api.openai.translated import (
+from cluster.api.core.content import Strict, Text, read_at
+from cluster.api.core.errors import shown
+from cluster.api.core.fields import Table
+from cluster.api.core.tools import LeftOutTool
+from cluster.api.core.translated import (
     EXTENSIONS,
     Origins,
     Translated,

@@ -6,11 +6,11 @@ from typing import Any
 from pydantic_core import from_json
 
 from cluster.api.anthropic.errors import anthropic_envelope
-from cluster.api.openai.choices import Delta
-from cluster.api.openai.errors import ApiError
-from cluster.api.openai.responses import Answering
-from cluster.api.openai.stream import event
-from cluster.api.openai.usage import usage
+from cluster.api.core.choices import Delta
+from cluster.api.core.errors import ApiError
+from cluster.api.core.stream import event
+from cluster.api.core.usage import usage
+from cluster.api.openai.answers import Answering
 from cluster.chat.sections import Change, Grown, Opened, Section, Sections
 
 Sent = tuple[str, dict[str, Any]]

@@ -4,7 +4,7 @@ import logging
 import sys
 import threading
 
-from cluster.logs import Follower, level_and_logger
+from cluster.observability.logs import Follower, level_and_logger
 
 POLL_S = 0.3
 OWN = "cluster.api.launch.serve"  # prints its own lines itself

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import get_args
 
-from cluster.api.keys import NAME, Key, Scope, digest_of, parse, read
+from cluster.api.core.api_keys import NAME, Key, Scope, digest_of, parse, read
 from cluster.config import ConfigError
 
 PREFIX = "sk-aerie-"  # by which people and scanners for leaked secrets know a key

@@ -7,10 +7,10 @@ from typing import Any
 
 import yaml
 
-from cluster.api.settings import DEPLOYMENT_OPTIONS, AppSettings, LLMConfig, read_yaml, resolve_path
+from cluster.api.serve.settings import DEPLOYMENT_OPTIONS, AppSettings, LLMConfig, read_yaml, resolve_path
 from cluster.arch.hub import hub_model, name_of
 from cluster.config import ConfigError, EngineConfig, nearest
-from cluster.spellings import ALIASES, EXPERT_SWITCH, SPECULATIVE_CONFIG, spelled
+from cluster.config.aliases import ALIASES, EXPERT_SWITCH, SPECULATIVE_CONFIG, spelled
 
 Override = str | tuple[str, Any]  # `key=value`, the value read as YAML, or a key with its value
 

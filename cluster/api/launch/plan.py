@@ -8,15 +8,15 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from cluster.api.keys import Keys, check_reach
+from cluster.api.core.api_keys import Keys, check_reach
 from cluster.api.launch.overlay import Override, lay_over, llm_entry
-from cluster.api.model_sources import pinned
-from cluster.api.settings import AppSettings, parse, read_yaml, resolve_engine_paths, resolve_path
+from cluster.api.serve.model_sources import pinned
+from cluster.api.serve.settings import AppSettings, parse, read_yaml, resolve_engine_paths, resolve_path
 from cluster.arch.hub import outlined
 from cluster.arch.resolve import check_models
-from cluster.checkout import DEMO_CONFIG, demo_path
 from cluster.config import ConfigError, EngineConfig, Settings, as_config_error
-from cluster.spellings import ALIASES
+from cluster.config.aliases import ALIASES
+from cluster.paths.checkout import DEMO_CONFIG, demo_path
 
 LOCAL_DEPLOYMENT = {"graceful_shutdown_timeout_s": 10, "max_constructor_retry_count": 1}
 """Options for a model that is served without a config file: Ctrl-C waits so many seconds for open streams, and a start

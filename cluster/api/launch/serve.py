@@ -26,18 +26,18 @@ from typing import Any, get_args
 import ray
 from ray.exceptions import RayError
 
-from cluster.actors.local import LocalRay, gpus_here, uses_haproxy
-from cluster.api.keys import ENVIRONMENT
+from cluster.actors.local_ray import LocalRay, gpus_here, uses_haproxy
+from cluster.api.core.api_keys import ENVIRONMENT
 from cluster.api.launch import flags
 from cluster.api.launch.console import Console
 from cluster.api.launch.plan import ServePlan, check_port, make_plan
 from cluster.api.launch.shared_ray import check_alive
 from cluster.api.launch.stop import StopSignals, drain
-from cluster.api.proxy import CALLBACK, IMPORT_PATH
+from cluster.api.proxy.middleware import CALLBACK, IMPORT_PATH
 from cluster.arch.hub import HubModel, fetch, hub_models
-from cluster.cache_folder import cache_folder, unusable_home
 from cluster.config import ConfigError
-from cluster.logs import LogFormat, configure, default_path, drop_old
+from cluster.observability.logs import LogFormat, configure, default_path, drop_old
+from cluster.paths.cache_folder import cache_folder, unusable_home
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ def _serve(args: argparse.Namespace, signals: StopSignals) -> int:
     if plan.keys is not None:
         _say(f"API keys: {plan.keys}")
     with ThreadPoolExecutor(1) as beside:
-        importing = beside.submit(importlib.import_module, "cluster.api.app")
+        importing = beside.submit(importlib.import_module, "cluster.api.serve.application")
         cluster = None if address else _local_ray(plan, args.verbose)
         signals.on_second(functools.partial(_delete_soon, name) if cluster is None else cluster.kill)
         console = None if address or args.verbose else Console(log.path)

@@ -1,1 +1,1 @@
-"""OpenAI's protocol: bodies, fields and answers of the REST routes, and what they cost. Ray is not imported here."""
+"""The answers of OpenAI's Completions and Chat Completions APIs, and its Responses API."""

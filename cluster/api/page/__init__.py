@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from fastapi.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cluster.api.keys import PAGE
+from cluster.api.core.api_keys import PAGE
 
 HERE = Path(__file__).parent
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}

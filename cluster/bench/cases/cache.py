@@ -12,7 +12,7 @@ from cluster.arch.layer import LayerGeometry
 from cluster.attention.bind import pool_bytes
 from cluster.bench.cases import kernels
 from cluster.bench.report import Say, machine, ratio, table
-from cluster.kernels.choose import choose_kernels
+from cluster.kernels.select import choose_kernels
 
 
 @dataclass(frozen=True, slots=True)

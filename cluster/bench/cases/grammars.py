@@ -23,7 +23,7 @@ from cluster.grammar.asked import Grammar
 from cluster.grammar.vocabulary import Vocabulary
 from cluster.grammar.worker import Worker
 from cluster.request import SamplingParams
-from cluster.text import TextTokenizer
+from cluster.tokenizer.tokenizer import TextTokenizer
 
 GOAL_COST, GOAL_GAIN = 0.95, 1.2
 BATCHES = (1, 8)

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from cluster.arch.layer import LayerGeometry
+from cluster.attention.ancestor_bits import line_bits
 from cluster.attention.bind import bind_attention, pool_bytes
-from cluster.attention.bits import line_bits
 from cluster.attention.gather import Gather
 from cluster.batch import HostBounds, Seen, Text, Tree
 from cluster.bench.ceilings import ceilings, timed
 from cluster.bench.report import Say, machine, median, ratio, records
-from cluster.kernels.choose import choose_kernels
 from cluster.kernels.interface import Activation, Angles, HeadNorms, Kernels
+from cluster.kernels.select import choose_kernels
 from cluster.kernels.torch_kernels import TorchKernels
 from cluster.kv.codes import coded
 from cluster.kv.page_table import PageTable

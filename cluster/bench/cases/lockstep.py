@@ -15,10 +15,10 @@ from typing import Any
 from cluster.bench import routing
 from cluster.bench.goals import Goal
 from cluster.bench.pair import Pair, short_path
+from cluster.bench.prefill_interference import Stalls, measured, show_stalls, stall_goals, stalled
 from cluster.bench.ranks import QUICK, Case, Job, Life, RankProcesses, Size, settings_of
 from cluster.bench.report import Say, machine, median, medians, ratio, table
-from cluster.bench.stall import Stalls, measured, show_stalls, stall_goals, stalled
-from cluster.metrics import REPLAY
+from cluster.observability.metrics import REPLAY
 
 __all__ = ["QUICK", "Size", "measure", "show"]
 

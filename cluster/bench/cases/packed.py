@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from cluster.bench.report import Say, machine, median, table
-from cluster.kernels.choose import choose_kernels
 from cluster.kernels.interface import Kernels, Weight
 from cluster.kernels.quantised import Kind, Quantised
+from cluster.kernels.select import choose_kernels
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,8 @@ from cluster.arch import read_target
 from cluster.arch.keys import read_json
 from cluster.arch.resolve import resolve_models
 from cluster.bench.goals import Goal
-from cluster.bench.made_up import made_up, random_prompts
 from cluster.bench.pair import PLAIN, Pair, Shape, short_path
+from cluster.bench.random_models import made_up, random_prompts
 from cluster.bench.report import Say, machine, median, ratio, table
 from cluster.bench.runs import Run, Texts, params_of, run_together
 from cluster.config import ConfigError

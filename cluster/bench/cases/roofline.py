@@ -23,14 +23,14 @@ from cluster.bench.ceilings import Ceilings, ceilings
 from cluster.bench.demand import Demand, least_seconds, step_demand
 from cluster.bench.goals import Goal
 from cluster.bench.loaded import Loaded, Wrap
-from cluster.bench.made_up import made_up, random_prompts
+from cluster.bench.oracle_draft import Counting, ToldDraft, Truth, Written
 from cluster.bench.pair import PLAIN, Pair, Shape, short_path
+from cluster.bench.random_models import made_up, random_prompts
 from cluster.bench.report import Say, machine, mean, median, ratio, records
 from cluster.bench.runs import params_of
 from cluster.bench.steady import WARM, NotSteadyError, Steps, steady
-from cluster.bench.told import Counting, ToldDraft, Truth, Written
 from cluster.config import ConfigError, EngineConfig
-from cluster.metrics import DEVICE_PHASES, REPLAY
+from cluster.observability.metrics import DEVICE_PHASES, REPLAY
 from cluster.request import Request
 from cluster.spec.draft import Draft
 

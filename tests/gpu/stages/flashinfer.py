@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cluster.attention.flashinfer_backend import FlashInferAttention
+from cluster.attention.flashinfer.backend import FlashInferAttention
 from cluster.batch import HostBounds
+from cluster.capture.cuda_graph import CudaSegments, Graph
+from cluster.capture.recorder import Ahead, repeated
+from cluster.capture.tape import Tape
 from cluster.config import EngineConfig
 from cluster.engine import build_engine
-from cluster.graph import CudaSegments, Graph
-from cluster.kernels import flashinfer_library
-from cluster.kernels.flashinfer_library import Share
+from cluster.kernels.flashinfer import library as flashinfer_library
+from cluster.kernels.flashinfer.library import Share
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
 from cluster.offline.stepping import complete
-from cluster.recording import Ahead, repeated
-from cluster.tape import Tape
 from tests.flashinfer.stand_in import stand_in_serves
 from tests.gpu.stages.attention import there
 from tests.gpu.stages.stage import NotHereError, Stage, run

@@ -11,22 +11,22 @@ import torch
 from torch import Tensor
 
 from cluster.bench.report import median
-from cluster.forward import filters
-from cluster.forward.chooser import TORCH
-from cluster.forward.draw import Draw
-from cluster.forward.noise import keys_along
-from cluster.forward.triton_chooser import TritonChooser, least_kept
+from cluster.device.timing import timer_of
 from cluster.kernels.interface import Activation, Angles, HeadNorms
 from cluster.kernels.torch_kernels import TorchKernels
 from cluster.kernels.triton_kernels import TritonKernels
 from cluster.kv.triton_pool import TritonPool
-from cluster.timing import timer_of
+from cluster.sampling import filters
+from cluster.sampling.noise import keys_along
+from cluster.sampling.sampling_inputs import Draw
+from cluster.sampling.torch_sampler import TORCH
+from cluster.sampling.triton_sampler import TritonChooser, least_kept
 from tests.gpu.stages.attention import attended, filled_with_nan, there
 from tests.gpu.stages.stage import Stage, run
 from tests.gpu.trees import check_trees
 from tests.unit.attention.dense import Case
-from tests.unit.forward.test_c_chooser import draw_of, logits_of, unfiltered
-from tests.unit.forward.test_choose import mixed
+from tests.unit.sampling.test_c_sampler import draw_of, logits_of, unfiltered
+from tests.unit.sampling.test_sampler import mixed
 
 BF16 = torch.bfloat16
 

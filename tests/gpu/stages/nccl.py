@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cluster.recording import opaque
+from cluster.capture.recorder import opaque
 from tests.gpu.stages.stage import Stage, run
 
 DEADLINE = 0.5  # seconds that the device is given

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from cluster.bench.report import rounded
-from cluster.graph import CudaSegments, Graph
-from cluster.recording import Captured
-from cluster.tape import Tape
+from cluster.capture.cuda_graph import CudaSegments, Graph
+from cluster.capture.recorder import Captured
+from cluster.capture.tape import Tape
 
 
 class NotHereError(Exception):

@@ -12,14 +12,14 @@ from cluster.actors.messages import Overloaded
 from cluster.actors.open_requests import QueueReport
 from cluster.actors.prefill_speed import Drift
 from cluster.config import EngineConfig
+from cluster.config.tree_shape import tree_shape
 from cluster.engine.finish import FinishCheck
 from cluster.engine.scheduler import Schedule, Scheduler
 from cluster.engine.sequence import Sequence
 from cluster.kv.cache import KVCache
 from cluster.kv.page_table import PageTable
-from cluster.pace import Pace
+from cluster.observability.step_times import Pace
 from cluster.request import Request, SamplingParams
-from cluster.tree_shape import tree_shape
 from tests.unit.engine.test_prefill_share import Machine
 from tests.unit.engine.test_scheduler import advance
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from cluster.actors.admission import HEADROOM, Admission
-from cluster.actors.lengths import FIRST_GUESS
 from cluster.actors.messages import Overloaded
+from cluster.actors.output_lengths import FIRST_GUESS
 from cluster.config import EngineConfig
 from cluster.request import Request, SamplingParams
 

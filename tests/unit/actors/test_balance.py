@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from cluster.actors.balance import POLICIES, UNIT, Balancer, RankLoad
-from cluster.actors.prefixes import PrefixIndex, chain_of
+from cluster.actors.prefix_estimates import PrefixIndex, chain_of
 from cluster.config import EngineConfig
 from cluster.kv.radix import RadixTree
 from cluster.request import Request, SamplingParams

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cluster.actors.life import GangSpec
+from cluster.actors.incarnation import GangSpec
 from cluster.actors.messages import Commands, Loss, Overloaded, StepItem, Unavailable
 from cluster.actors.placement import layout_of
 from cluster.actors.router import Router, _pace_of

@@ -2,8 +2,8 @@
 
 import pytest
 
-from cluster.api.openai.errors import ApiError
-from cluster.api.openai.fields import sort_fields
+from cluster.api.core.errors import ApiError
+from cluster.api.core.fields import sort_fields
 from tests.compatibility import FILE, ROUTES, known, unknown, written
 
 ODD = "a value that asks for something"

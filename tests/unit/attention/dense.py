@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from cluster.arch.cell import CodedCell
-from cluster.attention.bits import packed
+from cluster.attention.ancestor_bits import packed
 from cluster.attention.gather import Gather
 from cluster.attention.torch_backend import TorchAttention
 from cluster.batch import HostBounds, Seen, Text, Tree
-from cluster.forward.runner import AttentionBackend
 from cluster.kv.codes import coded
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
+from cluster.models.runner import AttentionBackend
 from tests.unit.attention.fp8 import held
 
 CPU = torch.device("cpu")

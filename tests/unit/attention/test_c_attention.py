@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from cluster.arch.cell import CodedCell
-from cluster.attention.bits import line_bits, packed
+from cluster.attention.ancestor_bits import line_bits, packed
 from cluster.attention.c_backend import CAttention
 from cluster.batch import HostBounds, Seen, Text, Tree
-from cluster.forward.runner import AttentionBackend
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
+from cluster.models.runner import AttentionBackend
 from tests.unit.attention.dense import Case
 from tests.unit.attention.test_twins import KINDS, SHAPES, TREE, case
 from tests.unit.kernels.library import c_library

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from cluster.arch.cell import CodedCell
-from cluster.attention.bits import line_bits
+from cluster.attention.ancestor_bits import line_bits
 from cluster.attention.c_backend import CAttention
 from cluster.attention.gather import Gather
 from cluster.attention.torch_backend import TorchAttention
 from cluster.attention.triton_backend import TritonAttention
 from cluster.batch import HostBounds, Seen, Tree
-from cluster.forward.runner import AttentionBackend
 from cluster.kv.codes import coded, decoded, largest
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
+from cluster.models.runner import AttentionBackend
 from tests.unit.attention.dense import CPU, Case
 from tests.unit.attention.fp8 import bound
 from tests.unit.attention.test_c_attention import check_not_finite

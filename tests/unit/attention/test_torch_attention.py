@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cluster.attention import cells
-from cluster.attention.bits import line_bits
+from cluster.attention.ancestor_bits import line_bits
 from cluster.attention.gather import Gather, alike
 from cluster.attention.torch_backend import TorchAttention
 from cluster.batch import HostBounds, Seen, Tree

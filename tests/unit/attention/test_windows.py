@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from cluster.attention.ancestor_bits import line_bits, packed
 from cluster.attention.bias import Sight
-from cluster.attention.bits import line_bits, packed
 from cluster.attention.gather import Gather
 from cluster.attention.torch_backend import TorchAttention
 from cluster.batch import HostBounds, Seen, Tree

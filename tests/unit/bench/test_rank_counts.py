@@ -1,5 +1,5 @@
 from cluster.bench.rank_counts import RankCounts, counts_of, rank_table, since
-from cluster.metrics import EngineMetrics, StepStats, merge
+from cluster.observability.metrics import EngineMetrics, StepStats, merge
 
 
 def page(*steps: tuple[int, StepStats]) -> str:

@@ -17,7 +17,7 @@ from benchmarks.real.comparison import NEAR, compared, differences
 from benchmarks.real.kept import Kept
 from benchmarks.real.speed import figures
 from benchmarks.real.table import report
-from cluster.checkout import CHECKOUT, DEMO_TARGET
+from cluster.paths.checkout import CHECKOUT, DEMO_TARGET
 
 DEMO = str(CHECKOUT / DEMO_TARGET)
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from cluster.api.openai.choices import Choice, Delta
-from cluster.api.openai.responses import Answering, Extras
+from cluster.api.core.choices import Choice, Delta
+from cluster.api.openai.answers import Answering, Extras
 from cluster.chat.events import Arguments, CallBegun, Event, Said, Thought
 from cluster.request import FinishReason, Request, SamplingParams
 

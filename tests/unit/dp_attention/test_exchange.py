@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from cluster.distributed.mesh import Mesh, OutOfStepError
 from cluster.dp_attention.exchange import Exchange
 from cluster.dp_attention.plan import Call
-from cluster.mesh import Mesh, OutOfStepError
 
 SUM, GATHER = Call("draft", "reduce", (3,), 8), Call("target", "gather", (2,), 8)
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from cluster.arch import Moe
+from cluster.distributed.mesh import Mesh, OutOfStepError, Part
+from cluster.dp_attention.all2all import impossible, packed, unpacked
 from cluster.dp_attention.exchange import Exchange
-from cluster.dp_attention.journey import impossible, packed, unpacked
 from cluster.dp_attention.plan import Apart
-from cluster.kernels.choose import choose_kernels
 from cluster.kernels.interface import Activation, Kernels
+from cluster.kernels.select import choose_kernels
 from cluster.kernels.torch_kernels import TorchKernels
-from cluster.mesh import Mesh, OutOfStepError, Part
 from cluster.models.context import Sharding, part_of_experts
 from cluster.models.exchange import NoExchange
 from cluster.models.experts import Experts, Gate, Held

@@ -6,14 +6,14 @@ from itertools import product
 import pytest
 
 from cluster.batch import Decode, Mode, Order, PromptChunk
+from cluster.config.tree_shape import PLAIN, TreeShape, tiers
+from cluster.distributed.mesh import Mesh, OutOfStepError
 from cluster.dp_attention.coordinator import Coordinator
 from cluster.dp_attention.padding import padded
 from cluster.dp_attention.plan import Apart, Call, Facts, Ops, PlanRule, script
 from cluster.dp_attention.sizes import MOST_ROWS, Buckets
-from cluster.forward.sharded import ShardedHead
-from cluster.mesh import Mesh, OutOfStepError
 from cluster.models.exchange import EXPERTS
-from cluster.tree_shape import PLAIN, TreeShape, tiers
+from cluster.sampling.sharded import ShardedHead
 
 SHAPE = TreeShape(num_steps=3, topk=2, num_draft_tokens=6)
 TARGET = Ops(("embed", "reduce", "gather", "scatter"), ("head",))

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from cluster.clock import Clock
-from cluster.mesh import Axis, Mesh, added
+from cluster.distributed.mesh import Axis, Mesh, added
+from cluster.distributed.progress import Clock
 
 T = TypeVar("T")
 

@@ -7,14 +7,14 @@ from typing import Any, cast
 import pytest
 import torch
 
+from cluster.capture.cuda_graph import Graph
+from cluster.capture.tape import Tape
 from cluster.config import ConfigError
+from cluster.device.wait_hook import watched
+from cluster.distributed.mesh import Axis, Mesh
 from cluster.dp_attention.sizes import multiples, sizes_up_to
 from cluster.engine import build_engine, captures
 from cluster.engine.captures import buckets_of, captures_of
-from cluster.graph import Graph
-from cluster.mesh import Axis, Mesh
-from cluster.tape import Tape
-from cluster.waiting import watched
 from tests.parity.harness import SAMPLING, config_of, request, run, tiny_pair
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")

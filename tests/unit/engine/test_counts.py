@@ -10,7 +10,7 @@ from cluster.batch import Order
 from cluster.engine import Engine, build_engine
 from cluster.engine.assembler import Inputs
 from cluster.engine.lockstep import GangStep, Lockstep
-from cluster.exposition import Sums
+from cluster.observability.exposition import Sums
 from tests.parity.harness import GREEDY, config_of, grid_requests, request, run, speculative, tiny_pair, truth
 
 

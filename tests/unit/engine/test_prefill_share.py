@@ -11,7 +11,7 @@ from cluster.engine.calibrate import Limits, Load, fit
 from cluster.engine.scheduler import Schedule, Scheduler
 from cluster.kv.cache import KVCache
 from cluster.kv.page_table import PageTable
-from cluster.pace import READING, Pace
+from cluster.observability.step_times import READING, Pace
 from tests.unit.engine.test_scheduler import advance, names, of_tokens, sequence
 
 PACE = Pace(0.5, 4, ((1, 320.0), (9, 640.0)), 0.0, ((4, 320.0), (104, 1320.0)), 0.02, 0.01)

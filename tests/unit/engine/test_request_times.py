@@ -1,8 +1,8 @@
 """The stages of a request, as vLLM counts them: queued, in prefill, decoding."""
 
 from cluster.engine.request_times import RequestTimes
-from cluster.exposition import merge
-from cluster.metrics import EngineMetrics
+from cluster.observability.exposition import merge
+from cluster.observability.metrics import EngineMetrics
 
 
 def test_stages_end_where_vllm_ends_them() -> None:

@@ -8,7 +8,7 @@ from cluster.config import ConfigError, EngineConfig
 from cluster.engine import Engine, build_engine
 from cluster.engine.finish import Cut, FinishCheck
 from cluster.request import Adjustments, Request, SamplingParams
-from cluster.text import TextTokenizer
+from cluster.tokenizer.tokenizer import TextTokenizer
 from tests.parity.harness import GREEDY, config_of, grid_requests, request, run, scarce, tiny_pair
 from tests.tiny import draft_folder, letters_folder, target_folder
 

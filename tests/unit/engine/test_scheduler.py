@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from cluster.config import EngineConfig
+from cluster.config.tree_shape import TreeShape
 from cluster.engine.finish import FinishCheck
 from cluster.engine.scheduler import Schedule, Scheduler
 from cluster.engine.sequence import Sequence
 from cluster.kv.cache import KVCache
 from cluster.kv.page_table import PageTable
 from cluster.request import Request, SamplingParams
-from cluster.tree_shape import TreeShape
 
 WINDOW = 6
 

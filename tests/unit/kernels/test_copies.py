@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cluster.capture.tape import Tape
 from cluster.kernels.c_copies import MOST_BYTES, Copies
-from cluster.tape import Tape
 from tests.unit.kernels.library import c_library
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.bool)

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from cluster.capture.tape import Tape, joined
 from cluster.kernels.interface import Activation
 from cluster.kernels.joined import FLOATS, WHOLES
 from cluster.kernels.library import SIGNATURES
-from cluster.tape import Tape, joined
 from tests.unit.kernels.library import c_kernels, c_library
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)

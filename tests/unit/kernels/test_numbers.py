@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from cluster.capture.tape import Tape
 from cluster.kernels.c_numbers import KINDS, MOST, Numbers
-from cluster.tape import Tape
 from tests.unit.kernels.library import c_library
 
 WHOLE = (torch.int64, torch.int32)

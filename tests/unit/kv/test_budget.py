@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from cluster.config import ConfigError, EngineConfig
+from cluster.distributed.mesh import Mesh
 from cluster.kv import budget
 from cluster.kv.budget import Capacity, Needs, kv_capacity, page_count
 from cluster.kv.free_memory import free_memory
-from cluster.mesh import Mesh
 
 CPU = torch.device("cpu")
 TOKEN = 1000  # bytes

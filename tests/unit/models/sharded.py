@@ -13,8 +13,8 @@ from cluster.arch import TargetArch
 from cluster.attention.bind import bind_attention
 from cluster.attention.gather import Gather
 from cluster.batch import HostBounds, Seen, Text
+from cluster.distributed.mesh import Part
 from cluster.kernels.interface import Kernels
-from cluster.mesh import Part
 from cluster.models.exchange import NoExchange, TokenExchange
 from cluster.models.load import local_heads
 from cluster.models.vocab import Columns

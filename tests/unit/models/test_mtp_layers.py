@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cluster.arch import read_target
 from cluster.config import ConfigError
-from cluster.mesh import Part
+from cluster.distributed.mesh import Part
 from cluster.models.load import local_heads
 from tests.loading import check_draft, context, load_draft, load_target
 from tests.tiny import target_folder

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from cluster.cli import main
 from cluster.config import EngineConfig
+from cluster.distributed.mesh import Part
 from cluster.engine import build_engine
 from cluster.kernels.interface import Stack, Weight
-from cluster.mesh import Part
 from cluster.models.target import DecoderTarget
 from cluster.tools.tensor_report import inspect
 from tests.families import made

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cluster.arch.safetensors.header import read_header
-from cluster.mesh import Part
+from cluster.distributed.mesh import Part
 from cluster.models.slices import SliceReader
 from tests.families import FAMILIES, made
 from tests.loading import context, load_target
@@ -59,7 +59,7 @@ def test_a_rank_reads_each_number_at_most_once_and_all_ranks_read_all(
 
 LOADING = """
 import json, resource, sys, torch
-from cluster.mesh import Part
+from cluster.distributed.mesh import Part
 from tests.loading import context, load_target
 torch.set_num_threads(1)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

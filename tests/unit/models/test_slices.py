@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from cluster.config import ConfigError
-from cluster.mesh import Part
+from cluster.distributed.mesh import Part
 from cluster.models import slices
 from cluster.models.checkpoint import Checkpoint
 from cluster.models.slices import PinnedBuffers, SliceReader

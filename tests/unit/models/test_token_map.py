@@ -14,8 +14,8 @@ from torch import Tensor
 from cluster.arch import read_draft, read_target
 from cluster.cli import main
 from cluster.config import ConfigError, EngineConfig
+from cluster.distributed.mesh import Part
 from cluster.engine import build_engine
-from cluster.mesh import Part
 from cluster.models.checkpoint import Checkpoint
 from cluster.models.draft import DraftModel
 from cluster.request import Adjustments

@@ -16,7 +16,7 @@ import pytest
 
 import cluster
 from cluster import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
-from cluster.api.replica.ingress import make_app
+from cluster.api.http.routes import make_app
 from cluster.cli import main
 from cluster.config import ConfigError
 from cluster.offline.llm import HELD

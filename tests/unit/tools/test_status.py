@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from cluster.actors.messages import GangHistory, GangStatus, Heartbeat, Loss
-from cluster.api.openai.service import Limits, ModelInfo
-from cluster.api.replica.server_info import facts_of
+from cluster.api.core.service import Limits, ModelInfo
+from cluster.api.http.server_info import facts_of
 from cluster.chat.formats.choose import Chosen
-from cluster.metrics import EngineMetrics, ServingMetrics, StepStats, merge
+from cluster.observability.metrics import EngineMetrics, ServingMetrics, StepStats, merge
 from cluster.status import EngineStatus
 from cluster.tools import server_state
 from cluster.tools.client import NoAnswerError

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.api.keys import Keys
+from cluster.api.core.api_keys import Keys
 from cluster.api.launch import keys as command
 from cluster.cli import main
 

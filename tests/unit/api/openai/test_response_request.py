@@ -6,11 +6,11 @@ import pytest
 from openai.types.responses.response_create_params import ResponseCreateParamsStreaming
 from openai.types.responses.response_includable import ResponseIncludable
 
-from cluster.api.openai.errors import ApiError
-from cluster.api.openai.protocol import ChatRequest
-from cluster.api.openai.response_api.fields import HARMLESS, REFUSED, REMEDIES, TABLE
-from cluster.api.openai.response_api.request import Included, ResponseRequest
-from cluster.api.openai.translated import EXTENSIONS, Origins
+from cluster.api.core.errors import ApiError
+from cluster.api.core.protocol import ChatRequest
+from cluster.api.core.translated import EXTENSIONS, Origins
+from cluster.api.openai.responses.fields import HARMLESS, REFUSED, REMEDIES, TABLE
+from cluster.api.openai.responses.request import Included, ResponseRequest
 
 
 def chat_of(**body: Any) -> ChatRequest:

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from cluster.api.openai.choices import Delta
-from cluster.api.openai.errors import internal
-from cluster.api.openai.response_api.request import ResponseRequest
-from cluster.api.openai.response_api.shape import ResponseShape
+from cluster.api.core.choices import Delta
+from cluster.api.core.errors import internal
+from cluster.api.openai.responses.request import ResponseRequest
+from cluster.api.openai.responses.shape import ResponseShape
 from cluster.chat.events import Arguments, CallBegun, Event, Said, Thought
 from cluster.request import FinishReason
 from tests.unit.chat.random_answers import about, answers, steps

@@ -3,9 +3,9 @@ import pytest
 from cluster.bench.cases import lockstep
 from cluster.bench.cases.lockstep import Figures, figures, report, show
 from cluster.bench.pair import Pair
+from cluster.bench.prefill_interference import First, alone_case, gaps, p99, show_stalls, stall_case, stall_of, stalled
 from cluster.bench.ranks import Life, Size, StepRecord
 from cluster.bench.routing import Row
-from cluster.bench.stall import First, alone_case, gaps, p99, show_stalls, stall_case, stall_of, stalled
 from cluster.config import EngineConfig
 
 ALONE = First(0.5, 0.25)

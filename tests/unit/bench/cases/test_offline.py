@@ -2,7 +2,7 @@ import pytest
 
 from cluster.bench.cases import offline
 from cluster.bench.pair import PLAIN, Pair, Shape
-from cluster.tree_shape import tree_shape
+from cluster.config.tree_shape import tree_shape
 from tests.tiny import draft_folder, target_folder
 
 SIZE = offline.Size(prompts=9, alone=2, prompt_tokens=6, new_tokens=10, repeats=2)

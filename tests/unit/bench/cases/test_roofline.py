@@ -17,7 +17,7 @@ from cluster.bench.steady import Steps
 from cluster.config import ConfigError, EngineConfig
 from cluster.dp_attention.sizes import Buckets
 from cluster.engine import Engine, StepResult
-from cluster.metrics import DEVICE_PHASES
+from cluster.observability.metrics import DEVICE_PHASES
 from tests.parity.harness import config_of, tiny_pair
 from tests.test_layers import SOURCES, imports_of, module_of, tree_of
 from tests.unit.bench.test_command import parsed

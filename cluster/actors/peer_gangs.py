@@ -1,0 +1,79 @@
+"""The other gangs of the same deployment, found by actor name, so that one replica can report the metrics of all.
+
+A shard is a named actor `<deployment>/<gang>#<rank>.<life>` in Aerie's namespace. Rank 0 also holds the latest registry
+sample of its replica, because replicas cannot call each other.
+"""
+
+import asyncio
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util import list_named_actors
+
+from cluster.actors.gang import NAMESPACE, Gang
+from cluster.observability.exposition import of_replica
+
+ANSWER_TIMEOUT_S = 0.8
+
+
+def gang_name(deployment: str, gang: str) -> str:
+    """The name of a gang, under which its shards and its placement group are found."""
+    return f"{deployment}/{gang}"
+
+
+async def deployment_samples(gang: Gang) -> list[bytes]:
+    """Registry samples of all ranks of all gangs of the deployment, and those that the other replicas left there.
+
+    This replica's own sample is not among them: the caller has a newer one. A shard that does not answer in time is
+    left out.
+    """
+    others = await asyncio.to_thread(_other_shards, gang.spec.name)
+    own = [_samples(shard, gang.spec.name, own=True) for shard in gang.shards]
+    found = await asyncio.gather(*own, *(_samples(shard, name, own=False) for name, shard in others))
+    return [sample for samples in found for sample in samples]
+
+
+async def publish(gang: Gang, sample: bytes) -> None:
+    """Leave the replica's own sample at its gang's rank 0, for the other replicas to read; while the gang restarts,
+    the next life's rank 0 gets it.
+    """
+    gang.keep(sample)
+    if not gang.shards:
+        return
+    try:
+        await gang.shards[0].keep_serving_sample.remote(sample)
+    except RayError:
+        return  # the watch over the gang reports a dead shard
+
+
+def replica_of(gang: str) -> str:
+    """The id of the Serve replica that a gang belongs to, by the gang's name; see `gang_name`."""
+    return gang.rpartition("/")[2]
+
+
+def _other_shards(own: str) -> list[tuple[str, Any]]:
+    """The shards of the same deployment's other gangs, with the gangs' names; those that end meanwhile are skipped."""
+    deployment, _, _ = own.rpartition("/")
+    shards = []
+    for entry in list_named_actors(all_namespaces=True):
+        name = str(entry["name"])
+        if entry["namespace"] == NAMESPACE and name.startswith(f"{deployment}/") and not name.startswith(f"{own}#"):
+            try:
+                shards.append((name.rpartition("#")[0], ray.get_actor(name, namespace=NAMESPACE)))
+            except ValueError:
+                continue
+    return shards
+
+
+async def _samples(shard: Any, gang: str, *, own: bool) -> list[bytes]:
+    async def answer() -> list[bytes]:
+        samples: list[bytes] = await shard.metrics.remote()
+        return samples
+
+    try:
+        samples = await asyncio.wait_for(answer(), ANSWER_TIMEOUT_S)
+    except (RayError, TimeoutError):
+        return []
+    of_rank, *of_serving = samples
+    return [of_replica(of_rank, replica_of(gang)), *([] if own else of_serving)]

@@ -1,0 +1,162 @@
+"""What a chat's answer is read by and held to, by the model's format of calls and thought."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cluster.api.core.constraints import Constraint, refused
+from cluster.api.core.errors import ApiError
+from cluster.api.core.protocol import ChatRequest
+from cluster.api.core.tokenizer import ChatTokenizer
+from cluster.api.core.tools import ChatCustomTool, Function
+from cluster.chat.custom import FIELD, CustomReader, schema_of_input
+from cluster.chat.formats.plan import Answer, Form, Format, Prompted, json_value, with_tokens
+from cluster.chat.json_text import loaded
+from cluster.chat.reading import Reader, Tools
+from cluster.grammar.asked import Grammar, GrammarError
+from cluster.grammar.regex import parse
+
+ANY_ARGUMENTS: dict[str, Any] = {"type": "object", "additionalProperties": True}
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """How one chat is answered: by a format, or as mere text without one. `tools` are those that may be called, and
+    `custom` the names of all tools that take a text. `warnings` are about what is not held to.
+    """
+
+    format: Format | None = None
+    tools: Tools | None = None
+    split: bool = True
+    prompted: Prompted = field(default_factory=Prompted)
+    special: Mapping[int, str] | None = None
+    constraint: Constraint | None = None
+    custom: frozenset[str] = frozenset()
+    warnings: tuple[str, ...] = ()
+
+    def reader(self) -> Reader | None:
+        """A reader for one answer; None where it is mere text."""
+        if self.format is None:
+            return None
+        reader = self.format.reader(self.tools, self.split, self.prompted)
+        return CustomReader(reader, self.custom) if self.custom else reader
+
+
+def chat_of(tokenizer: ChatTokenizer, fields: ChatRequest, prompt: str) -> Chat:
+    """How a request whose prompt is `prompt` is answered.
+
+    Raises:
+        ApiError: 400: its tools cannot be called in this model's format, or what it asks of the output is malformed.
+    """
+    callable_tools = fields.callable_tools
+    format = tokenizer.chosen.format
+    if callable_tools and tokenizer.chosen.calls == "none":
+        message = (
+            "tools: it is not known how this model writes calls; leave them out, send tool_choice: none, or start the "
+            "server with a tool_call_parser"
+        )
+        raise ApiError(message, param="tools", code="unsupported_parameter")
+    asked = fields.constraint()
+    prompted = Prompted(prompt, fields.messages[-1].content if fields.continue_final_message else None)
+    if format is None or not format.reads(bool(callable_tools), prompted):
+        return Chat(constraint=asked)
+    special = {token: name for token, name in tokenizer.special.items() if name in format.special}
+    functions, warnings = _functions(format, fields)
+    try:
+        held = _held(format, fields, functions, asked, prompted)
+    except GrammarError as error:
+        raise refused(error, "tools" if fields.callable_tools or asked is None else asked.field) from None
+    if held is not None:
+        form = with_tokens(held.form, {name: token for token, name in special.items()})
+        text = json.dumps({"type": "structural_tag", "format": form})
+        asked = Constraint(held.field, Grammar("chat", text))
+    schemas = {function.name: function.schema_of_arguments for function in functions}
+    custom = frozenset(tool.custom.name for tool in fields.served_tools if isinstance(tool, ChatCustomTool))
+    split = fields.separate_reasoning
+    return Chat(format, schemas or None, split, prompted, special, asked, custom, tuple(warnings))
+
+
+def _functions(format: Format, fields: ChatRequest) -> tuple[list[Function], list[str]]:
+    """The functions that may be called, and warnings. A custom tool is one with a string; where its grammar cannot be
+    held to in this format, the string is free, and a warning says so.
+    """
+    functions, warnings = list[Function](), list[str]()
+    for tool in fields.callable_tools:
+        function = tool.function
+        if isinstance(tool, ChatCustomTool) and tool.grammar is not None:
+            why = "only regular expressions can be" if tool.grammar.syntax != "regex" else _refusal(format, function)
+            if why:
+                place = f"tools.{fields.tools.index(tool)}.custom.format"
+                why = " ".join(why.split())  # a header has no line ends
+                warnings.append(f"{place}: the grammar is shown to the model and not enforced: {why}")
+                function = function.model_copy(update={"parameters": schema_of_input(), "strict": None})
+        functions.append(function)
+    return functions, warnings
+
+
+def _refusal(format: Format, function: Function) -> str:
+    """Why the arguments of a function with a pattern cannot be held to it; empty where they can."""
+    try:
+        parse(function.schema_of_arguments["properties"][FIELD]["pattern"])
+        format.written({function.name: function.schema_of_arguments}, False)
+    except GrammarError as error:
+        return str(error)
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """The form of a whole answer, and the field that asked for it."""
+
+    field: str
+    form: Form
+
+
+def _held(
+    format: Format, fields: ChatRequest, functions: Sequence[Function], asked: Constraint | None, prompted: Prompted
+) -> _Held | None:
+    """What an answer is held to; nothing where it is free."""
+    choice = fields.choice
+    answer: Answer = None if asked is None else _form_of(asked.grammar)
+    if not functions:
+        return None if asked is None else _Held(asked.field, format.form(answer, None, prompted))
+    several = fields.parallel_tool_calls and not choice.single
+    if choice.mode == "required":
+        calls = format.written({function.name: function.schema_of_arguments for function in functions}, several)
+        return _Held("tools", format.form(None, calls, prompted))
+    strict = any(function.strict for function in functions)
+    if asked is None and several and not strict and choice.names is None:
+        return None
+    calls = format.written({function.name: _schema(function) for function in functions}, several)
+    return _Held("tools" if asked is None else asked.field, format.form(answer or "free", calls, prompted))
+
+
+def _schema(function: Function) -> Mapping[str, Any]:
+    """What the arguments are held to where the model need not call: the schema if it is strict."""
+    return function.schema_of_arguments if function.strict else ANY_ARGUMENTS
+
+
+def _form_of(grammar: Grammar) -> Form:
+    """A grammar that a request asks for, as a part of a larger one."""
+    match grammar.kind:
+        case "json_schema":
+            return {**json_value(grammar.text), "compact": grammar.compact}
+        case "json_object":
+            return {**json_value(ANY_ARGUMENTS), "compact": grammar.compact}
+        case "regex":
+            return {"type": "regex", "pattern": grammar.text}
+        case "choice":
+            return {
+                "type": "or",
+                "elements": [{"type": "const_string", "value": one} for one in json.loads(grammar.text)],
+            }
+        case "ebnf":
+            return {"type": "grammar", "grammar": grammar.text}
+        case _:
+            tag = loaded(grammar.text)
+            if not isinstance(tag, dict) or not isinstance(tag.get("format"), dict):
+                raise GrammarError(
+                    "beside tools, and where the model thinks, the format of a structural tag must be an object"
+                )
+            return dict(tag["format"])

@@ -1,0 +1,186 @@
+"""The sequences of one call: each is a Request of its own; their outputs come back merged, step by step."""
+
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from cluster.actors.messages import EngineClient
+from cluster.api.core.errors import ApiError, internal, unavailable
+from cluster.api.core.merging import merged
+from cluster.chat.events import Event, Said
+from cluster.chat.reading import Reader
+from cluster.observability.metrics import Outcome, RequestTimer
+from cluster.request import (
+    ErrorCode,
+    FinishReason,
+    Request,
+    RequestOutput,
+    SpeculationCounts,
+    StepTree,
+    TokenLogprob,
+)
+from cluster.tokenizer.tokenizer import StoppedText
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one step gave one sequence, ready to send; `text` may lag behind: a possible stop string is held back.
+
+    `events` are the same text read in the family's format: what is said, thought, and which tools are called. `tree` is
+    the step's, where it was asked for.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    events: tuple[Event, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    tree: StepTree | None = None
+
+
+class Choice:
+    """One sequence of a call. `index` is its place among the choices: prompt by prompt, n each."""
+
+    def __init__(
+        self,
+        index: int,
+        prompt_index: int,
+        request: Request,
+        text: StoppedText | None,
+        include_stop: bool = False,
+        reader: Reader | None = None,
+    ) -> None:
+        """`reader` tells calls and thought in a text that may hold them."""
+        self.index = index
+        self.prompt_index = prompt_index
+        self.request = request
+        self.timer: RequestTimer | None = None
+        self.tokens = 0
+        self.cached_tokens = 0
+        self.speculation: SpeculationCounts | None = None
+        self.finished = False
+        self._text = text
+        self._include_stop = include_stop
+        self._reader = reader
+        self.reasoning_tokens = 0
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt in tokens."""
+        return len(self.request.prompt_token_ids)
+
+    def began(self, timer: RequestTimer) -> None:
+        """The call was let in; `timer` is told about tokens and the end."""
+        self.timer = timer
+
+    def take(self, output: RequestOutput) -> Delta:
+        """Account for one output and turn it into text.
+
+        Raises:
+            ApiError: the engine ended the sequence early.
+        """
+        if output.finish_reason in ("error", "abort"):
+            ours = output.finish_reason == "error"
+            why = output.error or output.finish_reason
+            logger.log(logging.ERROR if ours else logging.INFO, "request %s was ended: %s", output.request_id, why)
+            if not ours:
+                raise unavailable(f"the server ended request {output.request_id} early; it may be shutting down")
+            if output.error_code is not None and output.error is not None:
+                raise _fault(output.error, output.error_code)
+            raise internal(output.request_id)
+        self.tokens += len(output.token_ids)
+        self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
+        self.speculation = output.speculation or self.speculation
+        self.finished = output.finish_reason is not None
+        if self.timer:
+            self.timer.on_tokens(len(output.token_ids))
+            if output.finish_reason:
+                self.timer.on_finish(output.finish_reason, self.prompt_tokens)
+        text, events = "", tuple[Event, ...]()
+        if self._text:
+            # A token that ends a sequence is no part of its text, like a stop string.
+            by_token = output.finish_reason == "stop" and isinstance(output.stop_reason, int)
+            hidden = by_token and not self._include_stop
+            ids = output.token_ids[:-1] if hidden else output.token_ids
+            text, events = self._plain(self._text, ids) if self._reader is None else self._read(self._reader, ids)
+        end = (output.finish_reason, output.stop_reason)
+        return Delta(
+            self.index, text, output.token_ids, output.logprobs, *end, events, output.prompt_logprobs, output.tree
+        )
+
+    def _plain(self, shown: StoppedText, token_ids: Sequence[int]) -> tuple[str, tuple[Event, ...]]:
+        text = shown.push(token_ids)
+        if self.finished:
+            text += shown.finish()
+        return text, (Said(text),) if text else ()
+
+    def _read(self, reader: Reader, token_ids: Sequence[int]) -> tuple[str, tuple[Event, ...]]:
+        """The text of tokens, read one by one, so that those of the thought are counted however they came."""
+        assert self._text is not None
+        text, events = "", list[Event]()
+        for token in token_ids:
+            before = reader.thinks
+            piece = self._text.push((token,))
+            events += reader.push(piece)
+            text += piece
+            self.reasoning_tokens += before or reader.thinks
+        if self.finished:
+            piece = self._text.finish()
+            events += [*reader.push(piece), *reader.finish()]
+            text += piece
+        return text, tuple(events)
+
+
+def _fault(message: str, code: ErrorCode) -> ApiError:
+    """What a client is told of a fault that its own request caused."""
+    if code == "slow_grammar":
+        return ApiError(message, code=code)
+    return ApiError(message, status=500, kind="server_error", code=code)
+
+
+def joined(index: int, deltas: Sequence[Delta]) -> Delta:
+    """All deltas of one sequence as a single one, for an answer that is not streamed."""
+    return Delta(
+        index,
+        "".join(delta.text for delta in deltas),
+        tuple(token for delta in deltas for token in delta.token_ids),
+        tuple(logprob for delta in deltas for logprob in delta.logprobs),
+        deltas[-1].finish_reason if deltas else None,
+        deltas[-1].stop_reason if deltas else None,
+        tuple(event for delta in deltas for event in delta.events),
+        tuple(logprob for delta in deltas for logprob in delta.prompt_logprobs),
+    )
+
+
+async def run(engine: EngineClient, choices: Sequence[Choice]) -> AsyncGenerator[Delta, None]:
+    """The deltas of all choices as their steps come. Closing it, or a failure of one choice, aborts all of them.
+
+    Raises:
+        ApiError: 503 when the queue is full or the engine ends, 400 when it refuses the request, 500 when it fails.
+    """
+    outcome: Outcome = "abort"
+    try:
+        async with aclosing(merged(engine, [choice.request for choice in choices])) as outputs:
+            async for at, output in outputs:
+                if output.token_ids or output.finish_reason:
+                    yield choices[at].take(output)
+        if late := [choice.request.request_id for choice in choices if not choice.finished]:
+            logger.error("the engine ended the stream of %s without a finish reason", late)
+            raise internal(late[0])
+    except ApiError as error:
+        outcome = "overloaded" if error.code == "overloaded" else "invalid" if error.status < 500 else "error"
+        raise
+    except Exception:
+        outcome = "error"
+        logger.exception("request %s failed", choices[0].request.request_id)
+        raise internal(choices[0].request.request_id) from None
+    finally:
+        for choice in choices:
+            if choice.timer:
+                choice.timer.on_finish(outcome, choice.prompt_tokens)  # changes nothing for one that ended

@@ -1,0 +1,155 @@
+"""What a request's body asks of the form of its output: OpenAI's response_format, vLLM's and SGLang's own fields."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from cluster.api.core.errors import ApiError, shown
+from cluster.grammar.asked import Grammar, GrammarError, Kind
+
+# What may be inside of vLLM's structured_outputs, and its older fields beside it.
+STRUCTURED: dict[str, Kind] = {
+    "json": "json_schema",
+    "json_object": "json_object",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "ebnf",
+    "structural_tag": "structural_tag",
+}
+NAMES = ("response_format", "structured_outputs")
+FIELDS: dict[str, Kind] = {
+    "guided_json": "json_schema",
+    "guided_json_object": "json_object",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "ebnf",
+    "json_schema": "json_schema",
+    "regex": "regex",
+    "ebnf": "ebnf",
+    "structural_tag": "structural_tag",
+}
+# Options of structured_outputs that change what is allowed; only these values are taken.
+COMPACT = "disable_any_whitespace"
+OPTIONS = ("disable_fallback", "disable_additional_properties", "whitespace_pattern")
+TYPES = ("text", "json_object", "json_schema", "structural_tag")
+
+
+class Constraint(NamedTuple):
+    """A grammar, and the path of the field that asks for it."""
+
+    field: str
+    grammar: Grammar
+
+
+def constraint_of(body: Mapping[str, Any]) -> Constraint | None:
+    """The one constraint that a body asks for, if any, with its field.
+
+    Raises:
+        ApiError: 400 for a malformed field, or naming both of two that ask for something.
+    """
+    found = [*_response_format(body.get("response_format")), *_structured(body.get("structured_outputs"))]
+    found += [
+        Constraint(name, grammar) for name, kind in FIELDS.items() if (grammar := _read(name, kind, body.get(name)))
+    ]
+    if len(found) > 1:
+        one, two = found[0].field, found[1].field
+        message = f"{two}: {one} asks for a form of the output too; send one of them"
+        raise ApiError(message, param=two, code="invalid_value")
+    return found[0] if found else None
+
+
+def grammar_of(body: Mapping[str, Any]) -> Grammar | None:
+    """The grammar that a body asks for, if any; raises as `constraint_of` does."""
+    found = constraint_of(body)
+    return None if found is None else found.grammar
+
+
+def refused(error: GrammarError, field: str) -> ApiError:
+    """The answer for a grammar that is not honoured, with the field that asked for it."""
+    return ApiError(f"{field}: {error}", param=field, code="invalid_value")
+
+
+def _response_format(value: Any) -> list[Constraint]:
+    if value is None:
+        return []
+    name = "response_format"
+    if not isinstance(value, dict):
+        raise _wrong_type(name, "an object", value)
+    kind = value.get("type")
+    if kind not in TYPES:
+        raise _wrong(f"{name}.type", f"must be one of {', '.join(TYPES)}, got {shown(kind)}")
+    if kind == "structural_tag":
+        return [Constraint(name, Grammar("structural_tag", json.dumps(value)))]
+    beside = {"json_schema": ("json_schema",), "json_object": ("schema",)}.get(kind, ())
+    _only(name, value, ("type", *beside))
+    if kind == "json_object":
+        schema = _read(f"{name}.schema", "json_schema", value.get("schema"))
+        return [Constraint(name, Grammar("json_object")) if schema is None else Constraint(f"{name}.schema", schema)]
+    return [_named_schema(f"{name}.json_schema", value.get("json_schema"))] if kind == "json_schema" else []
+
+
+def _named_schema(name: str, value: Any) -> Constraint:
+    """OpenAI's named schema. It is enforced whatever `strict` says."""
+    if not isinstance(value, dict):
+        raise _wrong_type(name, "an object", value)
+    _only(name, value, ("name", "description", "schema", "strict"))
+    for part, kind in (("name", str), ("description", str), ("strict", bool)):
+        if not isinstance(value.get(part), kind | None):
+            raise _wrong_type(f"{name}.{part}", "a string" if kind is str else "true or false", value[part])
+    grammar = _read(f"{name}.schema", "json_schema", value.get("schema"))
+    if grammar is None:
+        raise ApiError(f"{name}.schema: required", param=f"{name}.schema", code="missing_required_parameter")
+    return Constraint(f"{name}.schema", grammar)
+
+
+def _structured(value: Any) -> list[Constraint]:
+    if value is None:
+        return []
+    name = "structured_outputs"
+    if not isinstance(value, dict):
+        raise _wrong_type(name, "an object", value)
+    _only(name, value, (*STRUCTURED, *OPTIONS, COMPACT))
+    compact = value.get(COMPACT) or False
+    if not isinstance(compact, bool):
+        raise _wrong_type(f"{name}.{COMPACT}", "true or false", compact)
+    for option in OPTIONS:
+        if value.get(option) not in (None, False):
+            raise _wrong(f"{name}.{option}", f"{shown(value[option])} is not supported by this server; leave it out")
+    fields = ((f"{name}.{part}", _read(f"{name}.{part}", kind, value.get(part))) for part, kind in STRUCTURED.items())
+    return [Constraint(field, replace(grammar, compact=compact)) for field, grammar in fields if grammar is not None]
+
+
+def _read(name: str, kind: Kind, value: Any) -> Grammar | None:
+    """The grammar in one field; None if it asks for nothing."""
+    if value is None:
+        return None
+    if kind == "json_object":
+        if not isinstance(value, bool):
+            raise _wrong_type(name, "true or false", value)
+        return Grammar(kind) if value else None
+    if kind == "choice":
+        if not isinstance(value, list) or not all(isinstance(choice, str) for choice in value):
+            raise _wrong_type(name, "a list of strings", value)
+        return Grammar(kind, json.dumps(value)) if value else None
+    if isinstance(value, str):
+        return Grammar(kind, value)
+    if kind == "json_schema" and isinstance(value, dict | bool):
+        return Grammar(kind, json.dumps(value))
+    if kind == "structural_tag" and isinstance(value, dict):
+        return Grammar(kind, json.dumps(value))
+    raise _wrong_type(name, "a string" if kind in ("regex", "ebnf") else "an object, or its JSON as a string", value)
+
+
+def _only(name: str, value: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    for part in value:
+        if part not in known:
+            raise _wrong(f"{name}.{part[:60]}", f"unknown field; known are {', '.join(known)}")
+
+
+def _wrong(name: str, message: str) -> ApiError:
+    return ApiError(f"{name}: {message}", param=name, code="invalid_value")
+
+
+def _wrong_type(name: str, expected: str, value: Any) -> ApiError:
+    return ApiError(f"{name}: must be {expected}, got {shown(value)}", param=name, code="invalid_type")

@@ -1,0 +1,244 @@
+"""Errors in OpenAI's envelope: what went wrong, in which field, with which status. Never a traceback or a file path."""
+
+import json
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute, Route
+from starlette.types import Scope
+
+from cluster.actors.messages import Overloaded
+from cluster.api.proxy.refusals import FULL, held_s
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 1  # where nothing better is known
+RESTART_S = 5.0  # Retry-After where it is not known how long a start takes
+NOT_FOUND = 404
+CLIENT_GONE = 499  # only for logs and metrics, as in nginx: the client is not there to read it
+MAX_PATH = 200  # characters of a field's path, which may hold a name that the client made up
+MAX_METHOD = 16
+ELSEWHERE: Mapping[str, str] = {
+    "embeddings": "embeddings: its models continue text",
+    "audio": "speech and transcription: its models read and write text",
+    "images": "images: its models read and write text",
+    "videos": "videos: its models read and write text",
+    "realtime": "realtime sessions",
+    "moderations": "moderation",
+    "files": "files",
+    "uploads": "files",
+    "vector_stores": "files",
+    "batches": "batches: send requests one by one, as many at once as you like",
+    "fine_tuning": "fine-tuning",
+    "assistants": "assistants: send whole conversations",
+    "threads": "assistants: send whole conversations",
+    "evals": "evaluations",
+    "rerank": "reranking",
+    "score": "scoring by pairs: prompt_logprobs score a text",
+}
+"""By the first part of a path under /v1: what OpenAI or vLLM serve there."""
+SHOWN_CHARACTERS = 60  # of a refused value, in a message
+
+
+class ApiError(Exception):
+    """A request that is answered with an error; `param` is the path of the field at fault, as `messages.0.role`."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        kind: str = "invalid_request_error",
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.param = param
+        self.code = code
+        self.kind = kind
+        self.headers = dict(headers or {})
+
+    def envelope(self) -> dict[str, Any]:
+        """The body of the answer, or the event in a stream that has begun."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def response(self, envelope: "Envelope | None" = None) -> Response:
+        """The answer for a request whose stream has not begun, in OpenAI's envelope or another."""
+        # Plain ASCII: a message may quote a lone surrogate that the client sent, which UTF-8 cannot write.
+        body = json.dumps(self.envelope() if envelope is None else envelope(self)).encode()
+        return Response(body, self.status, media_type="application/json", headers=self.headers)
+
+
+Envelope = Callable[[ApiError], Mapping[str, Any]]
+"""The body of an error in the form of one API."""
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection before its answer was complete."""
+
+
+def overloaded(error: Overloaded, whoever: bool = False) -> ApiError:
+    """503 for a full queue; Retry-After says when there is likely to be room. `whoever`: every request would be
+    refused, so the proxy may repeat this answer for a while.
+    """
+    held = {FULL.decode(): f"{held_s(error.retry_after_s):.3f}"} if whoever else {}
+    return ApiError(
+        str(error) or "the server is full; try again shortly",
+        status=503,
+        kind="overloaded_error",
+        code="overloaded",
+        headers={"Retry-After": str(max(RETRY_AFTER_S, math.ceil(error.retry_after_s))), **held},
+    )
+
+
+def unavailable(reason: str, retry_after_s: float = RESTART_S) -> ApiError:
+    """503 with Retry-After for an engine that makes no progress, is lost, or shuts down."""
+    return ApiError(
+        reason,
+        status=503,
+        kind="server_error",
+        code="engine_unhealthy",
+        headers={"Retry-After": str(max(1, math.ceil(retry_after_s)))},
+    )
+
+
+def internal(where: str) -> ApiError:
+    """500 for a failure of the server; its log has the detail, under `where` (a request id or a path)."""
+    return ApiError(
+        f"the server failed to answer this request ({where}); its log has the cause",
+        status=500,
+        kind="server_error",
+        code="internal_error",
+    )
+
+
+def not_served(method: str, path: str, routes: Sequence[BaseRoute]) -> ApiError:
+    """404 for a path that no route has, which says what there is; for OpenAI's other APIs also what is missing."""
+    first = path.removeprefix("/v1").strip("/").partition("/")[0]
+    missing = f"this server has no {ELSEWHERE[first]}; " if path.startswith("/v1/") and first in ELSEWHERE else ""
+    served = ", ".join(route.path for route in routes if isinstance(route, Route) and route.path != path)
+    message = f"{missing}nothing is served under {method[:MAX_METHOD]} {shown(path)}; served are {served}"
+    return ApiError(message, status=NOT_FOUND, code="unknown_url")
+
+
+def shown(value: Any) -> str:
+    """A refused value as an error message quotes it, cut short; costs no more for a huge value."""
+    text = ""
+    for piece in _pieces(value):
+        text += piece
+        if len(text) > SHOWN_CHARACTERS:
+            return text[: SHOWN_CHARACTERS - 3] + "..."
+    return text
+
+
+def _pieces(value: Any) -> Iterator[str]:
+    """`repr(value)` piece by piece, no piece much longer than is shown."""
+    if isinstance(value, str):
+        yield repr(value[: SHOWN_CHARACTERS + 1])
+    elif isinstance(value, list):
+        yield "["
+        for at, item in enumerate(value):
+            yield ", " if at else ""
+            yield from _pieces(item)
+        yield "]"
+    elif isinstance(value, dict):
+        yield "{"
+        for at, (key, item) in enumerate(value.items()):
+            yield ", " if at else ""
+            yield from _pieces(key)
+            yield ": "
+            yield from _pieces(item)
+        yield "}"
+    else:
+        yield repr(value)
+
+
+def path_of(*parts: object) -> str:
+    """The path of a field, as `messages.0.role`, cut short."""
+    text = ".".join(str(part)[:MAX_PATH] for part in parts)
+    return text if len(text) <= MAX_PATH else text[: MAX_PATH - 3] + "..."
+
+
+def invalid(error: ValidationError, *where: object) -> ApiError:
+    """The first complaint of pydantic as one line that begins with the field's path, in words for a client; `where`
+    is the path of what was validated.
+    """
+    first = error.errors(include_url=False)[0]
+    param = path_of(*where, *first["loc"])
+    kind = first["type"]
+    if kind == "missing":
+        return ApiError(f"{param}: required", param=param, code="missing_required_parameter")
+    if kind == "value_error":
+        message = str(first["msg"]).removeprefix("Value error, ")
+    else:
+        message = f"{_plain(kind, first)}, got {shown(first['input'])}"
+    wrong_type = kind.endswith("_type")
+    return ApiError(f"{param}: {message}", param=param, code="invalid_type" if wrong_type else "invalid_value")
+
+
+def _plain(kind: str, complaint: Mapping[str, Any]) -> str:
+    """What pydantic complains of, in JSON's terms instead of Python's."""
+    context = complaint.get("ctx", {})
+    if kind == "too_short":
+        least = context["min_length"]
+        return "must not be empty" if least == 1 else f"must have at least {least} items"
+    if kind == "too_long":
+        return f"must have at most {context['max_length']} items"
+    if kind == "string_pattern_mismatch":  # those of names, which differ in their length alone
+        most = context["pattern"].removesuffix("}$").rpartition(",")[2]
+        return f"must be 1 to {most} letters, digits or any of . _ : -"
+    if kind in PLAIN:
+        return PLAIN[kind]
+    return str(complaint["msg"]).replace("Input should", "must", 1)
+
+
+PLAIN: Mapping[str, str] = {
+    "bool_type": "must be true or false",
+    "int_type": "must be an integer",
+    "int_from_float": "must be an integer",
+    "float_type": "must be a number",
+    "string_type": "must be a string",
+    "list_type": "must be a list",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+    "model_attributes_type": "must be an object",
+    "extra_forbidden": "unknown field",
+    "finite_number": "must be a finite number",
+    "string_too_short": "must have 1 to 256 characters",
+    "string_too_long": "must have 1 to 256 characters",
+}
+
+
+def install(app: FastAPI, envelope_of: Callable[[Scope], Envelope]) -> None:
+    """Answer every error of the app in the envelope of the API that was asked, those of routing included."""
+
+    async def from_routing(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        made = ApiError(str(error.detail), status=error.status_code, headers=error.headers)
+        if error.status_code == NOT_FOUND:
+            made = not_served(request.method, request.url.path, app.routes)
+        return made.response(envelope_of(request.scope))
+
+    async def from_us(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return error.response(envelope_of(request.scope))
+
+    async def nobody_there(request: Request, error: Exception) -> Response:
+        return Response(status_code=CLIENT_GONE)
+
+    async def unexpected(request: Request, error: Exception) -> Response:
+        return internal(request.url.path).response(envelope_of(request.scope))
+
+    app.add_exception_handler(HTTPException, from_routing)
+    app.add_exception_handler(ApiError, from_us)
+    app.add_exception_handler(ClientGoneError, nobody_there)
+    app.add_exception_handler(Exception, unexpected)

@@ -1,0 +1,257 @@
+"""Every request field that clients of OpenAI, vLLM and SGLang send, and what becomes of it here.
+
+Three kinds: honoured (a field of the models in `.protocol`), harmless (it cannot change the answer), and not
+honoured: refused by name unless it has a value that asks for nothing. A field in no table goes through with a warning.
+The other APIs have tables of their own, of the same three kinds.
+"""
+
+import difflib
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+from cluster.api.core.errors import ApiError, shown
+
+WARNING_HEADER = "x-aerie-warning"
+MAX_WARNINGS = 8  # unknown fields that are named and compared with the known ones; further ones are only counted
+MAX_NAME = 64  # characters of a name that is compared with the known ones: the cost grows with its length
+
+SPELLINGS: dict[str, str] = {
+    "rid": "request_id",
+    "min_new_tokens": "min_tokens",
+    "no_stop_trim": "include_stop_str_in_output",
+    "data_parallel_rank": "routed_dp_rank",
+}
+
+# They label, meter or route a call, or tune a feature that another field here would have to switch on.
+HARMLESS = frozenset(
+    {
+        "user",
+        "metadata",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "session_id",
+        "conversation_id",
+        "parallel_tool_calls",
+        "separate_reasoning",
+        "stream_reasoning",
+        "include_reasoning",
+        "spaces_between_special_tokens",
+        "return_cached_tokens_details",
+        "guided_decoding_backend",
+    }
+)
+
+_EMPTY: tuple[Any, ...] = ("", [], {})
+# Not honoured, with the values (besides null) that ask for nothing and so pass.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    # Penalties and other changes to the distribution.
+    "repeat_penalty": (1,),
+    "length_penalty": (1,),
+    "no_repeat_ngram_size": (0,),
+    "bad_words_token_ids": ([],),
+    "logits_processors": ([],),
+    "custom_logit_processor": (),
+    "custom_params": ({},),
+    "typical_p": (1,),
+    "top_a": (0,),
+    "tfs": (1,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "dry_multiplier": (0,),
+    "xtc_probability": (0,),
+    "mirostat": (0,),
+    "mirostat_mode": (0,),
+    "dynatemp_range": (0,),
+    # Other ways to search or to end.
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "num_beams": (1,),
+    "early_stopping": (False,),
+    "max_new_tokens": (),
+    "stop_regex": _EMPTY,
+    "stop_token": (),
+    "max_time": (),
+    "thinking_token_budget": (),
+    "repetition_detection": (),
+    "thinking": ({},),
+    # Structure and tools.
+    "grammar": _EMPTY,
+    "guided_whitespace_pattern": (),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "reasoning_effort": ("none",),
+    "reasoning": ({},),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "prediction": (),
+    "moderation": (),
+    # Inputs and outputs of other kinds.
+    "echo": (False,),
+    "suffix": ("",),
+    "modalities": (["text"],),
+    "audio": (),
+    "prompt_embeds": (),
+    "input_ids": (),
+    "input_embeds": (),
+    "image_data": (),
+    "video_data": (),
+    "audio_data": (),
+    "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
+    "mm_payload": (),
+    "return_mm_kwargs": (False,),
+    "images_config": ({},),
+    "video_config": ({},),
+    "min_dynamic_patch": (),
+    "max_dynamic_patch": (),
+    "use_audio_in_video": (False,),
+    "task": (),
+    "documents": ([],),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "skip_special_tokens": (True,),
+    "logprob_start_len": (-1,),
+    "top_logprobs_num": (0,),
+    "return_logprob": (False,),
+    "token_ids_logprob": (),
+    "logprob_token_ids": (),
+    "return_text_in_logprobs": (False,),
+    "return_hidden_states": (False,),
+    "return_routed_experts": (False,),
+    "routed_experts_prompt_start": (0,),
+    "routed_experts_start_len": (0,),
+    "return_prompt_text": (False,),
+    "return_token_offsets": (False,),
+    "return_sampling_mask": (False,),
+    "return_input_ids_in_sglext": (False,),
+    "return_output_ids_in_sglext": (False,),
+    "return_flat_raw_output_top_logprobs": (False,),
+    "return_flat_raw_top_logprobs_b64": (False,),
+    "sampling_logprobs_mode": (),
+    "truncation_side": ("left",),
+    "return_meta_info": (False,),
+    "return_spec_tokens_details": (False,),
+    "return_prompt_token_ids": (False,),
+    "return_bytes": (False,),
+    "stream_interval": (1,),
+    # Serving.
+    "store": (False,),
+    "background": (False,),
+    "service_tier": ("auto", "default"),
+    "priority": (0,),
+    "lora_path": (),
+    "lora_request": (),
+    "adapter_id": (),
+    "bootstrap_host": (),
+    "bootstrap_port": (),
+    "bootstrap_room": (),
+    "kv_transfer_params": ({},),
+    "ec_transfer_params": ({},),
+    "disagg_prefill_dp_rank": (),
+    "watermark": (False,),
+    "watermarking": (False,),
+    "custom_labels": ({},),
+    "prompt_cache_options": ({}, {"mode": "implicit"}),
+    "extra_key": (),
+    "session_params": ({},),
+    "sampling_params": ({},),
+    "vllm_xargs": ({},),
+    "extra_body": ({},),
+    "nvext": ({},),
+}
+
+REMEDIES: dict[str, str] = {
+    "thinking": "use chat_template_kwargs or reasoning_effort",
+    "truncation_side": "the last tokens of a prompt are kept; leave it out or send 'left'",
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+    "chat_template": "the model's own is used; leave it out",
+    "reasoning": "use reasoning_effort",
+    "extra_body": "put its fields at the top level of the body",
+    "sampling_params": "put its fields at the top level of the body",
+    "max_new_tokens": "use max_tokens",
+    "top_logprobs_num": "use top_logprobs",
+    "return_logprob": "use logprobs, and prompt_logprobs for the prompt",
+    "return_prompt_token_ids": "use return_token_ids",
+    "input_ids": "send token ids as `prompt` to /v1/completions",
+    "best_of": "use n",
+    "echo": "send the prompt to /v1/completions",
+    "suffix": "models here continue a text and do not fill one in; send what comes before as prompt",
+    "logprob_start_len": "use prompt_logprobs, which begins with the first token",
+    "repeat_penalty": "use repetition_penalty",
+    "bad_words_token_ids": "use bad_words",
+    "prompt": "this endpoint takes messages; use /v1/completions",
+    "messages": "this endpoint takes a prompt; use /v1/chat/completions",
+    "top_logprobs": "this endpoint takes the number as logprobs",
+    "guided_whitespace_pattern": "use structured_outputs with disable_any_whitespace",
+}
+
+
+class Table(NamedTuple):
+    """What an API's fields are beside the honoured ones. `refused` has the values that ask for nothing."""
+
+    harmless: Collection[str]
+    refused: Mapping[str, tuple[Any, ...]]
+    remedies: Mapping[str, str]
+
+
+GENERATION = Table(HARMLESS, REFUSED, REMEDIES)
+
+
+def sort_fields(
+    body: Mapping[str, Any], honoured: Collection[str], table: Table = GENERATION
+) -> tuple[dict[str, Any], list[str]]:
+    """The honoured fields that are not null, under the server's spelling, and warnings about unknown fields.
+
+    Raises:
+        ApiError: 400 naming a known field that is not honoured and asks for something.
+    """
+    kept: dict[str, Any] = {}
+    warnings = []
+    unknown = 0
+    for name, value in body.items():
+        if value is None:
+            continue
+        ours = SPELLINGS.get(name, name)
+        if ours in honoured:
+            if ours in kept and kept[ours] != value:
+                raise ApiError(f"{name}: given twice, as {ours} too; send one", param=name, code="invalid_value")
+            kept[ours] = value
+        elif name in table.refused or name in table.remedies:
+            if not any(_same(value, neutral) for neutral in table.refused.get(name, ())):
+                raise _refusal(name, value, table)
+        elif name not in table.harmless:
+            unknown += 1
+            if unknown <= MAX_WARNINGS:
+                warnings.append(_warning(name, honoured))
+    if unknown > MAX_WARNINGS:
+        warnings.append(f"and {unknown - MAX_WARNINGS} more")
+    return kept, warnings
+
+
+def _warning(name: str, honoured: Collection[str]) -> str:
+    close = difflib.get_close_matches(name, honoured, n=1, cutoff=0.75) if len(name) <= MAX_NAME else []
+    return f"unknown field {shown(name)} ignored" + (f"; did you mean {close[0]!r}?" if close else "")
+
+
+def warning_headers(warnings: list[str]) -> dict[str, str]:
+    """The warnings as one response header in plain ASCII; no header without warnings."""
+    if not warnings:
+        return {}
+    return {WARNING_HEADER: "; ".join(warnings).encode("ascii", "backslashreplace").decode("ascii")}
+
+
+def _refusal(name: str, value: Any, table: Table) -> ApiError:
+    neutral = table.refused.get(name, ())
+    remedy = table.remedies.get(name) or (f"leave it out or send {shown(neutral[0])}" if neutral else "leave it out")
+    return ApiError(
+        f"{name}: {shown(value)} is not supported by this server; {remedy}", param=name, code="unsupported_parameter"
+    )
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    """Equality of JSON values: 1 and 1.0 are equal, 0 and false are not."""
+    return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)

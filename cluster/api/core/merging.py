@@ -1,0 +1,114 @@
+"""The outputs of the requests of one call as they come, and those that the engine has no room for until it has."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from cluster.actors.messages import EngineClient, Overloaded, Unavailable
+from cluster.api.core.errors import ApiError, overloaded, unavailable
+from cluster.request import Request, RequestOutput
+
+
+async def merged(engine: EngineClient, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Each output with the place of its request. Closing it, or a failure of one request, aborts all of them.
+
+    A call is refused where none of its requests is taken. One of many that is refused while others of the call are with
+    the engine waits for these: a queue that is full of a call's own requests is no reason to refuse the call, and would
+    be as full the next time.
+
+    Raises:
+        ApiError: 503 when the queue is full or the engine ends, 400 when it refuses a request.
+    """
+    turns = _Turns(len(requests))
+    if len(requests) == 1:  # no task and no queue between the engine and the client
+        async with aclosing(_outputs(engine, requests[0], turns)) as outputs:
+            async for output in outputs:
+                yield 0, output
+        return
+    queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue()
+
+    async def pump(at: int) -> None:
+        try:
+            async with aclosing(_outputs(engine, requests[at], turns)) as outputs:
+                async for output in outputs:
+                    queue.put_nowait((at, output))
+            queue.put_nowait((at, None))
+        except Exception as error:
+            queue.put_nowait((at, error))
+
+    tasks = [asyncio.create_task(pump(at)) for at in range(len(requests))]
+    try:
+        running = len(tasks)
+        while running:
+            at, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield at, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Turns:
+    """Which requests of a call wait until there is room for them: each may try again when another moves."""
+
+    def __init__(self, count: int) -> None:
+        self._there = count  # with the engine, or on their way to it
+        self._waiting: deque[asyncio.Event] = deque()
+
+    async def wait(self, refusal: ApiError) -> None:
+        """Wait for one's next turn.
+
+        Raises:
+            ApiError: the refusal, where no other request of the call is with the engine.
+        """
+        self._there -= 1
+        if not self._there:
+            raise refusal
+        turn = asyncio.Event()
+        self._waiting.append(turn)
+        await turn.wait()
+
+    def moved(self) -> None:
+        """A request had its first token, or is over: there may be room for another."""
+        if self._waiting:
+            self._there += 1
+            self._waiting.popleft().set()
+
+    def ended(self) -> None:
+        """A request is over."""
+        self.moved()
+        self._there -= 1
+
+
+async def _outputs(engine: EngineClient, request: Request, turns: _Turns) -> AsyncGenerator[RequestOutput, None]:
+    """One request's outputs; the engine's iterator is always closed, which aborts what still runs."""
+    begun = False
+    while True:
+        stream = engine.generate(request)
+        try:
+            async for output in stream:
+                if not begun:
+                    begun = True
+                    turns.moved()
+                yield output
+            turns.ended()
+            return
+        except Overloaded as error:
+            refusal = overloaded(error)
+        except Unavailable as error:
+            raise unavailable(str(error), error.retry_after_s) from None
+        except ValueError as error:
+            name, colon, _ = str(error).partition(": ")  # a message that begins with a field's name blames that field
+            blamed = name if colon and name.isidentifier() else None
+            raise ApiError(str(error), param=blamed, code="invalid_value") from None
+        finally:
+            close = getattr(stream, "aclose", None)
+            if close is not None:
+                await close()
+        await turns.wait(refusal)

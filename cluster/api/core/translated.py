@@ -1,0 +1,130 @@
+"""Bodies of other APIs as chat requests: the extensions they all take, and errors in the names of their own fields."""
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar, NamedTuple
+
+from pydantic import ConfigDict
+
+from cluster.api.core import constraints, fields
+from cluster.api.core.content import Strict
+from cluster.api.core.errors import ApiError, path_of, shown
+from cluster.api.core.fields import Table
+from cluster.api.core.penalties import AdjustingFields
+from cluster.api.core.protocol import ChatRequest
+
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids", "ignore_eos")
+OTHERS = ("stop", "include_stop_str_in_output", "routed_dp_rank", "request_id", "cache_salt")
+CHATS = ("chat_template_kwargs", "include_reasoning", "separate_reasoning")
+FORMS = ("structured_outputs", *constraints.FIELDS)
+EXTENSIONS = frozenset({*AdjustingFields.model_fields, *FORMS, *SAMPLING, *OTHERS, *CHATS})
+"""Fields of a chat request that every API takes under the same name, with the same meaning and the same errors."""
+
+
+class Origins:
+    """Which field of a body each part of its chat request came from: beginnings of paths, and what they were called."""
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self._names = names
+
+    def own(self, path: str) -> str:
+        """The path in the body that was sent; the longest known beginning decides."""
+        parts = path.split(".")
+        for count in range(len(parts), 0, -1):
+            found = self._names.get(".".join(parts[:count]))
+            if found is not None:
+                return path_of(found, *parts[count:])
+        return path
+
+    def reworded(self, warning: str) -> str:
+        """A warning that begins with the path of a field, with the path in the body that was sent."""
+        path, _, about = warning.partition(":")
+        return f"{self.own(path)}:{about}"
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """While this lasts, errors name the fields of the body that was sent."""
+        try:
+            yield
+        except ApiError as error:
+            if error.param is None:
+                raise
+            param = self.own(error.param)
+            message = error.message
+            if message.startswith(f"{error.param}:"):
+                message = param + message.removeprefix(error.param)
+            kept = {"status": error.status, "code": error.code, "kind": error.kind, "headers": error.headers}
+            raise ApiError(message, param=param, **kept) from None  # type: ignore[arg-type]
+
+
+class Translated(NamedTuple):
+    """A body as a chat request, and where the parts of it came from."""
+
+    chat: ChatRequest
+    origins: Origins
+
+
+class TranslatedBody(Strict):
+    """Base of the bodies that become chat requests. What is left of the body are extensions, as they were sent."""
+
+    model_config = ConfigDict(extra="allow")
+    extensions: ClassVar[frozenset[str]] = EXTENSIONS
+
+    @classmethod
+    def honoured(cls) -> Collection[str]:
+        """The API's own fields, and the extensions."""
+        return {*cls.model_fields, *cls.extensions}
+
+    def asked_beside(self) -> dict[str, Any]:
+        """The extensions that were sent."""
+        return dict(self.model_extra or {})
+
+    def translated(self) -> Translated:
+        """This body as a chat request.
+
+        Raises:
+            ApiError: 400 that names the field of this body.
+        """
+        raise NotImplementedError
+
+
+def translation(chat: Mapping[str, Any], origins: Origins) -> Translated:
+    """Read what a body became as a chat request; see `TranslatedBody.translated`."""
+    with origins.named():
+        read, _ = ChatRequest.read(chat)
+    return Translated(read, origins)
+
+
+def table_of(harmless: Collection[str], refused: Mapping[str, tuple[Any, ...]], remedies: Mapping[str, str]) -> Table:
+    """The table of an API beside its own fields. What only the other endpoints take is refused here, never ignored."""
+    elsewhere: dict[str, tuple[Any, ...]] = {}
+    for name, field in ChatRequest.model_fields.items():
+        default = field.get_default(call_default_factory=True)
+        plain = isinstance(default, bool | int | str | list)
+        elsewhere[name] = (default,) if plain and not field.is_required() else ()
+    both = {**elsewhere, **fields.REFUSED, **refused}
+    return Table(
+        frozenset({*fields.HARMLESS, *harmless}),
+        {name: values for name, values in both.items() if name in refused or name not in harmless},
+        {**{name: fields.REMEDIES[name] for name in fields.REFUSED if name in fields.REMEDIES}, **remedies},
+    )
+
+
+def readable_json(value: Any) -> Any:
+    """A part of a body that goes back to the client as it came: all its strings must be text.
+
+    Raises:
+        ValueError: one holds half of a surrogate pair.
+    """
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("holds half of a surrogate pair, which is not text") from None
+    return value
+
+
+def not_taken(path: str, value: Any, remedy: str) -> ApiError:
+    """400 for a part of a body that is known and not honoured."""
+    message = f"{path}: {shown(value)} is not supported by this server; {remedy}"
+    return ApiError(message, param=path, code="unsupported_parameter")

@@ -1,0 +1,62 @@
+"""What a call used, in the fields that clients and benchmark tools read."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from cluster.api.core.choices import Choice
+from cluster.request import SpeculationCounts
+
+
+def usage_so_far(choice: Choice) -> dict[str, int]:
+    """The usage of one sequence up to now, as `continuous_usage_stats` has it."""
+    return {
+        "prompt_tokens": choice.prompt_tokens,
+        "completion_tokens": choice.tokens,
+        "total_tokens": choice.prompt_tokens + choice.tokens,
+    }
+
+
+def usage(choices: Sequence[Choice]) -> dict[str, Any]:
+    """The usage of a whole call in tokens. A prompt counts once, however many choices it has.
+
+    Completion tokens include the one that ended a sequence. Prediction tokens are the draft's: verified nodes other
+    than roots, accepted or not.
+    """
+    first_of_prompt = {choice.prompt_index: choice for choice in reversed(choices)}.values()
+    prompt = sum(choice.prompt_tokens for choice in first_of_prompt)
+    completion = sum(choice.tokens for choice in choices)
+    counts = [choice.speculation for choice in choices if choice.speculation]
+    accepted = sum(count.accepted_tokens for count in counts)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(choice.cached_tokens for choice in first_of_prompt)},
+        "completion_tokens_details": {
+            "reasoning_tokens": sum(choice.reasoning_tokens for choice in choices),
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": sum(count.drafted for count in counts) - accepted,
+        },
+    }
+
+
+def speculation_metrics(choices: Sequence[Choice]) -> dict[str, Any] | None:
+    """`metrics` of an answer with one sequence, in vLLM's shape, which AIPerf reads; None without speculation.
+
+    `acceptance_histogram[j]` counts steps that accepted j draft tokens; its length is `num_spec_tokens + 1`.
+    """
+    counts = choices[0].speculation if len(choices) == 1 else None
+    return {"speculative_decoding": _speculative_decoding(counts)} if counts else None
+
+
+def _speculative_decoding(counts: SpeculationCounts) -> dict[str, Any]:
+    histogram = list(counts.accepted) or [0]
+    return {
+        "mean_acceptance_length": counts.accept_length,
+        "draft_acceptance_rate": counts.accepted_tokens / counts.drafted if counts.drafted else 0.0,
+        "acceptance_histogram": histogram,
+        "num_spec_steps": counts.steps,
+        "num_accepted_draft_tokens": counts.accepted_tokens,
+        "num_draft_tokens": counts.drafted,
+        "num_spec_tokens": len(histogram) - 1,
+    }

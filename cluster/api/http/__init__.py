@@ -1,0 +1,1 @@
+"""The REST routes: routing, access control, access log, bodies, health and state pages."""

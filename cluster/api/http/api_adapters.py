@@ -1,0 +1,93 @@
+"""What the bodies of the generating routes ask for: of every API a request of the core, and the shape of its answer."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from cluster.api.anthropic.request import CountRequest, MessagesRequest
+from cluster.api.anthropic.shape import MessageShape
+from cluster.api.core.content import unread
+from cluster.api.core.protocol import ChatRequest, CompletionRequest, TokenizeRequest
+from cluster.api.core.service import Limits, Served
+from cluster.api.core.tools import left_out_warnings
+from cluster.api.core.translated import Origins
+from cluster.api.openai.answers import Answering, AnswerShape, ChatShape, CompletionShape
+from cluster.api.openai.responses.request import ResponseRequest
+from cluster.api.openai.responses.shape import ResponseShape
+from cluster.chat.formats.choose import NONE
+
+F = TypeVar("F", CompletionRequest, ChatRequest, TokenizeRequest)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A body as a request of the core, with warnings about its fields.
+
+    `shape` makes the shape of the answer, whose id begins with `prefix` and is in the header `id_header` too, if that
+    has a name. `origins` rewords errors about `fields`.
+    """
+
+    fields: CompletionRequest | ChatRequest
+    warnings: list[str]
+    prefix: str
+    shape: Callable[[Answering], AnswerShape]
+    origins: Origins = field(default_factory=lambda: Origins({}))
+    id_header: str = ""
+
+
+Reader = Callable[[Served, Limits, Mapping[str, Any]], Asked]
+"""Reads the body of one API. Raises ApiError: it cannot be served; the field at fault is named."""
+
+
+def checked(service: Served, limits: Limits, kind: type[F], body: Mapping[str, Any]) -> tuple[F, list[str]]:
+    """The request in a JSON body, within the limits, and warnings about unknown fields.
+
+    Raises:
+        ApiError: it cannot be served; the field at fault is named.
+    """
+    fields, warnings = kind.read(body)
+    fields.check(service.model, limits)
+    if isinstance(fields, TokenizeRequest):
+        return fields, warnings + left_out_warnings(fields.tools)
+    if isinstance(fields, ChatRequest):
+        warnings += left_out_warnings(fields.tools) + unread(fields.messages)
+    return fields.filled(service.model.sampling), warnings
+
+
+def asked_text(service: Served, limits: Limits, body: Mapping[str, Any]) -> Asked:
+    """What a body of /v1/completions asks for."""
+    fields, warnings = checked(service, limits, CompletionRequest, body)
+    return Asked(fields, warnings, "cmpl-", lambda about: CompletionShape(*about))
+
+
+def asked_chat(service: Served, limits: Limits, body: Mapping[str, Any]) -> Asked:
+    """What a body of /v1/chat/completions asks for."""
+    fields, warnings = checked(service, limits, ChatRequest, body)
+    return Asked(fields, warnings, "chatcmpl-", lambda about: ChatShape(*about))
+
+
+def asked_response(service: Served, limits: Limits, body: Mapping[str, Any]) -> Asked:
+    """What a body of /v1/responses asks for."""
+    request, warnings = ResponseRequest.read(body)
+    chat, origins = request.translated()
+    with origins.named():
+        chat.check(service.model, limits)
+    chat = chat.filled(service.model.sampling)
+    shape = partial(ResponseShape, request, chat.temperature, chat.top_p)
+    warnings += [*map(origins.reworded, left_out_warnings(chat.tools)), *request.said_beside()]
+    return Asked(chat, warnings, "resp_", shape, origins)
+
+
+def asked_message(
+    service: Served, limits: Limits, body: Mapping[str, Any], kind: type[CountRequest] = MessagesRequest
+) -> Asked:
+    """What a body of /v1/messages, or of another `kind`, asks for."""
+    request, warnings = kind.read(body)
+    chat, origins = request.translated()
+    with origins.named():
+        chat.check(service.model, limits)
+    chat = chat.filled(service.model.sampling)
+    thinks = service.tokenizer is not None and service.tokenizer.chosen.thought != NONE
+    warnings += [*map(origins.reworded, left_out_warnings(chat.tools)), *request.said_beside(thinks)]
+    return Asked(chat, warnings, "msg_", MessageShape, origins, "request-id")

@@ -1,0 +1,304 @@
+"""One call of a generating route, from its body to its answer."""
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from functools import partial
+
+from fastapi import Request as HttpRequest
+from fastapi.responses import Response
+
+from cluster.api.core.api_keys import cache_salt
+from cluster.api.core.body import Intake
+from cluster.api.core.chat_format import Chat, chat_of
+from cluster.api.core.choices import Choice, Delta, run
+from cluster.api.core.echo import text_of as text_of_prompt
+from cluster.api.core.errors import ApiError, overloaded, shown
+from cluster.api.core.fields import warning_headers
+from cluster.api.core.offload import off_loop
+from cluster.api.core.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, check_model
+from cluster.api.core.service import Limits, Served, Service
+from cluster.api.core.stream import EventStream, json_bytes, until_client_leaves
+from cluster.api.core.tokenizer import Encoded
+from cluster.api.http import access_log
+from cluster.api.http.api_adapters import Asked, Reader
+from cluster.api.http.guard import key_of
+from cluster.api.openai.answers import Answering, AnswerShape, Extras
+from cluster.request import Request
+from cluster.tokenizer.tokenizer import StoppedText
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A parsed call: its id, its sequences, the shape of its answer, headers with warnings.
+
+    `scores` is how many log-probabilities of prompts the answer holds: where many, it is written off the event loop.
+    """
+
+    call_id: str
+    choices: list[Choice]
+    shape: AnswerShape
+    stream: bool
+    headers: dict[str, str]
+    scores: int = 0
+
+
+async def answer(service: Service, limits: Limits, intake: Intake, request: HttpRequest, read: Reader) -> Response:
+    """Answer a generating route, whose bodies `read` understands."""
+    arrived = time.perf_counter()
+    try:
+        if (why := service.engine.full()) is not None:  # before its body costs anything
+            raise overloaded(why, whoever=True)
+        async with intake.json(request) as (body, length):
+            asked = await off_loop(length, lambda: read(service, limits, body))
+            salt = cache_salt(key_of(request.scope), asked.fields.cache_salt)
+            with asked.origins.named():
+                call = await understand(service, limits, asked, length, salt)
+    except ApiError as error:
+        service.metrics.on_refused("overloaded" if error.code == "overloaded" else "invalid")
+        raise
+    access_log.note(request.scope, call.call_id, call.choices)
+    for choice in call.choices:
+        choice.began(service.metrics.on_start(arrived))
+    deltas = run(service.engine, call.choices)
+    with asked.origins.named():
+        if call.stream:
+            return await _streamed(request, call, deltas)
+        async with aclosing(deltas):
+            said = await until_client_leaves(request.receive, _all(deltas))
+    whole = await off_loop(call.scores, lambda: json_bytes(call.shape.body(said)))
+    return Response(whole, media_type="application/json", headers=call.headers)
+
+
+async def _streamed(request: HttpRequest, call: Call, deltas: AsyncGenerator[Delta, None]) -> Response:
+    """The stream, once its first tokens are there: until then a refusal can still have its own HTTP status."""
+    try:
+        first = await until_client_leaves(request.receive, _first(deltas))
+    except BaseException:
+        await deltas.aclose()
+        raise
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield await off_loop(call.scores, partial(call.shape.events, first))
+        async for delta in deltas:
+            if delta.prompt_logprobs:
+                yield await off_loop(call.scores, partial(call.shape.events, delta))
+            else:
+                yield call.shape.events(delta)
+        if last := call.shape.end():
+            yield last
+
+    return EventStream(events(), deltas, call.headers, call.shape.failed, call.shape.alive)
+
+
+async def _first(deltas: AsyncGenerator[Delta, None]) -> Delta:
+    return await anext(deltas)
+
+
+async def _all(deltas: AsyncGenerator[Delta, None]) -> list[Delta]:
+    return [delta async for delta in deltas]
+
+
+async def understand(service: Served, limits: Limits, asked: Asked, length: int, salt: int = 0) -> Call:
+    """Turn the prompts of a request into tokens, and give every sequence its settings, its seed and its cache's `salt`.
+    Where the body is long (`length` bytes), the work is done off the event loop.
+
+    Raises:
+        ApiError: the request cannot be served; the field at fault is named.
+    """
+    model, fields = service.model, asked.fields
+    tokenizer = service.tokenizer
+    for field in ("stop", "bad_words"):
+        if getattr(fields, field) and tokenizer is None:
+            raise _needs_tokenizer(field)
+    chat, warnings = Chat(), list(asked.warnings)
+    if isinstance(fields, ChatRequest):
+        room = None if fields.truncate_prompt_tokens else model.room
+        encoded = await _encoded(service, fields, length, fields.add_special_tokens, room)
+        assert tokenizer is not None
+        warnings += [asked.origins.reworded(warning) for warning in encoded.warnings]
+        chat = await off_loop(length, partial(chat_of, tokenizer, fields, encoded.text))
+        warnings += [asked.origins.reworded(warning) for warning in chat.warnings]
+        constraint, prompts = chat.constraint, [tuple(encoded.ids)]
+        blamed, default_tokens = ["messages"], model.room
+    else:
+        constraint, prompts = fields.constraint(), await _prompt_ids(service, limits, fields, length)
+        blamed = ["prompt"] if len(prompts) == 1 else [f"prompt.{at}" for at in range(len(prompts))]
+        default_tokens = limits.default_completion_tokens
+
+    grammar = None if constraint is None else await service.grammars.compiled(constraint)
+    whole, prompts = prompts, [fields.kept(ids, model.room, default_tokens) for ids in prompts]
+    scores = _scores(fields, prompts, limits)
+    echoes = await off_loop(length, lambda: _echoes(service, fields, whole, prompts))
+    unique = uuid.uuid4().hex
+    call_id = asked.prefix + (fields.request_id or unique)
+    sequence_id = f"{call_id}-{unique[:8]}" if fields.request_id else call_id  # a client may repeat its ids
+
+    def make_choices() -> list[Choice]:
+        choices: list[Choice] = []
+        adjustments = fields.adjustments(None if tokenizer is None else tokenizer.text, model.vocab_size)
+        for at, ids in enumerate(prompts):
+            if not ids:
+                raise ApiError(f"{blamed[at]}: must not be empty", param=blamed[at], code="invalid_value")
+            params = fields.sampling(model, len(ids), default_tokens, blamed[at])
+            for i in range(fields.samples):
+                text = None
+                if tokenizer is not None:
+                    included, least = fields.include_stop_str_in_output, fields.min_tokens
+                    text = StoppedText(tokenizer.text, ids, params.stop, included, least, chat.special)
+                own = replace(params, seed=fields.seed_of(i), adjustments=adjustments, grammar=grammar)
+                if i and not fields.stream:  # what is asked about a prompt comes with its first output
+                    own = replace(own, prompt_logprobs=None)
+                index = len(choices)
+                sequence = Request(f"{sequence_id}-{index}", ids, own, 0, fields.routed_dp_rank, salt)
+                choices.append(Choice(index, at, sequence, text, fields.include_stop_str_in_output, chat.reader()))
+        return choices
+
+    choices = await off_loop(length, make_choices)
+    extras = _extras(fields, echoes)
+    words = None if tokenizer is None else tokenizer.text
+    shape = asked.shape(Answering(call_id, int(time.time()), model.model_id, choices, words, extras))
+    headers = warning_headers(warnings) | ({asked.id_header: call_id} if asked.id_header else {})
+    return Call(call_id, choices, shape, fields.stream, headers, scores)
+
+
+def _extras(fields: CompletionRequest | ChatRequest, echoes: tuple[str, ...]) -> Extras:
+    options = fields.stream_options
+    return Extras(
+        ids_as_text=fields.return_tokens_as_token_ids,
+        token_ids=fields.return_token_ids,
+        usage_at_end=options is not None and options.include_usage,
+        usage_in_chunks=options is not None and options.continuous_usage_stats,
+        thought=not isinstance(fields, ChatRequest) or fields.include_reasoning,
+        logprobs=fields.top_logprobs_wanted(),
+        prompt_logprobs=fields.prompt_logprobs,
+        echoes=echoes,
+        best=fields.n if fields.samples > fields.n else None,
+    )
+
+
+def _echoes(
+    service: Served, fields: CompletionRequest | ChatRequest, whole: list[tuple[int, ...]], kept: list[tuple[int, ...]]
+) -> tuple[str, ...]:
+    """The texts of the prompts where answers repeat them: as they came, unless fewer tokens are `kept`."""
+    if not isinstance(fields, CompletionRequest) or not fields.echo:
+        return ()
+    tokenizer = None if service.tokenizer is None else service.tokenizer.text
+    texts = []
+    for given, ids, left in zip(fields.prompt, whole, kept, strict=True):
+        as_it_came = given if isinstance(given, str) and len(left) == len(ids) else None
+        texts.append(text_of_prompt(as_it_came, left, tokenizer))
+    return tuple(texts)
+
+
+def _scores(fields: CompletionRequest | ChatRequest, prompts: list[tuple[int, ...]], limits: Limits) -> int:
+    """How many log-probabilities of prompts an answer holds.
+
+    Raises:
+        ApiError: more than one call may ask for.
+    """
+    wanted = fields.prompt_logprobs_wanted()
+    if wanted is None:
+        return 0
+    scores = sum(map(len, prompts)) * fields.samples * (wanted + 1)
+    if scores > limits.prompt_logprobs:
+        param = "echo" if fields.prompt_logprobs is None else "prompt_logprobs"
+        raise ApiError(
+            f"{param}: the answer would hold {scores} log-probabilities of prompts, more than the "
+            f"{limits.prompt_logprobs} of one call; ask for fewer alternatives, or send several requests",
+            param=param,
+            code="invalid_value",
+        )
+    return scores
+
+
+async def _encoded(
+    service: Served,
+    fields: ChatRequest | TokenizeRequest,
+    length: int,
+    special: bool,
+    context_length: int | None = None,
+) -> Encoded:
+    if service.tokenizer is None:
+        raise _needs_tokenizer("messages")
+    return await service.tokenizer.encode_chat(
+        fields.messages, fields, length, add_special_tokens=special, context_length=context_length
+    )
+
+
+async def tokens_of(service: Service, fields: TokenizeRequest, length: int) -> tuple[int, ...]:
+    """The token ids that /tokenize answers; the body has `length` bytes.
+
+    Raises:
+        ApiError: the model has no tokenizer, or no chat template, or it refuses the conversation.
+    """
+    if fields.prompt is None:
+        return tuple((await _encoded(service, fields, length, fields.special)).ids)
+    if service.tokenizer is None:
+        raise _needs_tokenizer("prompt")
+    return tuple(await service.tokenizer.encode(fields.prompt, fields.special, length))
+
+
+async def count_of(service: Service, asked: Asked, length: int) -> int:
+    """How many tokens the prompt of a conversation has; the body has `length` bytes.
+
+    Raises:
+        ApiError: the model has no chat template, or it refuses the conversation.
+    """
+    assert isinstance(asked.fields, ChatRequest)
+    with asked.origins.named():
+        return len((await _encoded(service, asked.fields, length, asked.fields.add_special_tokens)).ids)
+
+
+async def text_of(service: Service, fields: DetokenizeRequest, length: int) -> str:
+    """The text that /detokenize answers; the body has `length` bytes.
+
+    Raises:
+        ApiError: another model is asked for, this one has no tokenizer, or a token id is not in its vocabulary.
+    """
+    check_model(service.model, fields.model)
+    if service.tokenizer is None:
+        raise _needs_tokenizer("tokens")
+    await off_loop(length, lambda: _check_ids(fields.tokens, service.model.vocab_size, "tokens"))
+    return await service.tokenizer.decode(fields.tokens)
+
+
+def _check_ids(ids: Sequence[int], vocab: int, param: str) -> None:
+    if ids and not (min(ids) >= 0 and max(ids) < vocab):
+        wrong = shown(next(token for token in ids if not 0 <= token < vocab))
+        message = f"{param}: token id {wrong} lies outside the vocabulary [0, {vocab})"
+        raise ApiError(message, param=param, code="invalid_value")
+
+
+async def _prompt_ids(service: Served, limits: Limits, fields: CompletionRequest, length: int) -> list[tuple[int, ...]]:
+    prompts = fields.prompt
+    if len(prompts) * fields.samples > limits.sequences:
+        many = "n" if fields.samples == fields.n else "best_of"
+        raise ApiError(
+            f"prompt: {len(prompts)} prompts with {many} = {fields.samples} make {len(prompts) * fields.samples} "
+            f"sequences, more than the {limits.sequences} of one request; send several requests",
+            param="prompt",
+            code="invalid_value",
+        )
+    vocab, special, found = service.model.vocab_size, fields.add_special_tokens, []
+    context = None if fields.truncate_prompt_tokens else service.model.context_length
+    for at, prompt in enumerate(prompts):
+        blamed = "prompt" if len(prompts) == 1 else f"prompt.{at}"
+        if isinstance(prompt, str):
+            if service.tokenizer is None:
+                raise _needs_tokenizer("prompt")
+            found.append(tuple(await service.tokenizer.encode(prompt, special, length, context, blamed)))
+            continue
+        await off_loop(length, partial(_check_ids, prompt, vocab, blamed))
+        found.append(tuple(prompt))
+    return found
+
+
+def _needs_tokenizer(field: str) -> ApiError:
+    return ApiError(
+        f"{field}: this model is served without a tokenizer; send token ids as prompt to /v1/completions",
+        param=field,
+        code="unsupported_parameter",
+    )

@@ -1,0 +1,121 @@
+"""Who may ask for what: the first thing that happens to a request, before it is routed.
+
+Denied by default: without a key a request is let through to the pages of `OPEN` alone, whatever its path, its method
+and its spelling. With a key an admin may do all; what others may use is said in `SCOPES`. Which route a request asks
+for is decided by the routes themselves, so the guard and the router cannot disagree about a path.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from starlette.routing import BaseRoute, Match
+from starlette.types import ASGIApp, Receive, Send
+from starlette.types import Scope as Call
+
+from cluster.api.core.api_keys import OPEN, PAGE, Key, Keys, Scope
+from cluster.api.core.errors import ApiError
+from cluster.api.http.error_envelopes import envelope_of
+
+SCOPES: Mapping[str, Scope] = {
+    "/health": "use",
+    "/ready": "use",
+    "/v1/completions": "use",
+    "/v1/chat/completions": "use",
+    "/v1/responses": "use",
+    "/v1/responses/input_tokens": "use",
+    "/v1/responses/{response_id:path}": "use",
+    "/v1/messages": "use",
+    "/v1/messages/count_tokens": "use",
+    "/v1/models": "use",
+    "/v1/models/{model_id:path}": "use",
+    "/tokenize": "use",
+    "/detokenize": "use",
+    "/metrics": "use",
+    "/version": "use",
+    "/openapi.json": "use",
+    "/docs": "use",
+    "/server_info": "admin",  # paths, addresses, process ids, causes of faults
+    "/server_state": "use",  # the same without those; it tells causes to admins
+    **dict.fromkeys(PAGE, "use"),
+}
+"""By declared path; a route that is not here is for admins."""
+KEY, ANONYMOUS = "aerie.key", "aerie.anonymous"
+POLICY_VIOLATION = 1008  # the close code of a refused websocket
+
+
+def key_of(call: Call) -> Key | None:
+    """The key with which a call came; None where the server has no keys."""
+    key: Key | None = call.get(KEY)
+    return key
+
+
+def is_anonymous(call: Call) -> bool:
+    """Whether a call came without a key to a server that has keys: it is told no causes."""
+    return ANONYMOUS in call
+
+
+class Guard:
+    """ASGI middleware that denies what no key allows."""
+
+    def __init__(self, app: ASGIApp, keys: Keys, routes: Sequence[BaseRoute]) -> None:
+        """`routes` are those of the app, which may still grow."""
+        self._app, self._keys, self._routes = app, keys, routes
+
+    async def __call__(self, scope: Call, receive: Receive, send: Send) -> None:
+        """Serve one call, or deny it."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        elif scope["type"] != "http":
+            await send({"type": "websocket.close", "code": POLICY_VIOLATION})
+        elif (denied := self._denied(scope)) is not None:
+            await denied.response(envelope_of(scope))(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _denied(self, call: Call) -> ApiError | None:
+        """Why a call is denied; if it is not, its key is noted."""
+        token, route = _token(call), self._route(call)
+        key = None if token is None else self._keys.find(token)
+        if key is not None:
+            call[KEY] = key
+            needed = "use" if route is None else SCOPES.get(route, "admin")  # where no route is, nothing but a 404 is
+            return None if key.scope == "admin" or needed == "use" else _not_allowed()
+        if route in OPEN and call["method"] in ("GET", "HEAD"):
+            call[ANONYMOUS] = True
+            return None
+        return _no_key(token)
+
+    def _route(self, call: Call) -> str | None:
+        """The declared path of the route that a call asks for, with whatever method; None where there is none."""
+        for route in self._routes:
+            if route.matches(call)[0] is not Match.NONE:
+                return getattr(route, "path", "")
+        return None
+
+
+def _token(call: Call) -> bytes | None:
+    """The key that a call brings, as a Bearer token or as Anthropic's x-api-key; None for none, or two that differ."""
+    tokens = set()
+    for name, value in call["headers"]:
+        if name == b"x-api-key":
+            tokens.add(value.strip())
+        elif name == b"authorization":
+            kind, _, token = value.strip().partition(b" ")
+            if kind.lower() == b"bearer":
+                tokens.add(token.strip())
+    return tokens.pop() if len(tokens) == 1 else None
+
+
+def _no_key(token: bytes | None) -> ApiError:
+    wrong = "the API key is not valid" if token else "an API key is needed, and no more than one"
+    return ApiError(
+        f"{wrong}; send it as 'Authorization: Bearer KEY'",
+        status=401,
+        code="invalid_api_key",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
+
+
+def _not_allowed() -> ApiError:
+    return ApiError(
+        "this needs an API key of scope admin", status=403, kind="permission_error", code="insufficient_permissions"
+    )

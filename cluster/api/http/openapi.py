@@ -1,0 +1,195 @@
+"""What /openapi.json says: every field of every body with its accepted values, every status of every route.
+
+The handlers read bodies themselves, so FastAPI does not know their fields; what it generates is replaced.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
+
+from cluster.api.core.api_keys import OPEN
+from cluster.api.core.body import MAX_KEYS
+from cluster.api.core.content import ROLES, Strict
+from cluster.api.core.fields import REFUSED, REMEDIES
+from cluster.api.core.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from cluster.api.core.service import Limits
+from cluster.api.core.translated import TranslatedBody
+
+BODIES: tuple[type[Strict], ...] = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+PLACE = "#/components/schemas/{model}"
+GENERATES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+PAGES: Mapping[str, Mapping[str, Any]] = {
+    "/health": {},
+    "/ready": {},
+    "/metrics": {"text/plain": {"schema": {}}},
+    "/docs": {"text/html": {"schema": {"type": "string"}}},
+}
+STATUSES: Mapping[str, str] = {
+    "400": "A field is wrong; `param` names it",
+    "401": "The server has API keys, and none of them came with the request",
+    "403": "The API key is for other routes",
+    "404": "The model asked for is not served",
+    "408": "The body came too slowly",
+    "413": "The body is too long",
+    "415": "The body is not JSON, or is compressed",
+    "500": "The server failed; its log has the cause",
+    "503": "The server is full or not healthy; see Retry-After",
+}
+OF_BODIES = ("400", "404", "408", "413", "415", "500", "503")
+NULLABLE = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": NULLABLE,
+                "code": NULLABLE,
+            },
+        }
+    },
+}
+
+
+class OtherApi(NamedTuple):
+    """An API whose bodies become chat requests: its path, with all below it, its bodies, the schema of its errors."""
+
+    path: str
+    bodies: tuple[type[TranslatedBody], ...]
+    error_name: str = "Error"
+    error: Mapping[str, Any] = ERROR
+
+
+def body_of(fields: type[Strict]) -> dict[str, Any]:
+    """The `openapi_extra` of a route whose body is `fields`."""
+    content = {"application/json": {"schema": {"$ref": PLACE.format(model=fields.__name__)}}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def describe(app: FastAPI, limits: Limits, others: Sequence[OtherApi] = ()) -> None:
+    """Have /openapi.json describe what the routes really accept and answer."""
+
+    def document() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            schema["components"] = {"schemas": schemas(limits, others)}
+            for path, operations in schema["paths"].items():
+                error = next((other.error_name for other in others if f"{path}/".startswith(f"{other.path}/")), "Error")
+                for operation in operations.values():
+                    _say_responses(path, operation, error)
+            app.openapi_schema = schema
+        return app.openapi_schema
+
+    app.openapi = document  # type: ignore[method-assign]
+
+
+def schemas(limits: Limits, others: Sequence[OtherApi] = ()) -> dict[str, Any]:
+    """The schemas of all bodies and of an error; a body that the routes or `limits` refuse does not match them."""
+    translated = [fields for other in others for fields in other.bodies]
+    _, found = models_json_schema([(fields, "validation") for fields in (*BODIES, *translated)], ref_template=PLACE)
+    named: dict[str, Any] = found["$defs"]
+    for name in ("CompletionRequest", "ChatRequest"):
+        of = named[name]["properties"]
+        of["n"]["maximum"] = limits.choices
+        _inner(of["prompt_logprobs"], "integer")["maximum"] = limits.logprobs
+        _inner(of["stop"], "array").update(maxItems=limits.stops)
+        _inner(of["stop"], "array")["items"] = _stop(limits)
+        _inner(of["stop"], "string").update(_stop(limits))
+        of["stop_token_ids"].update(maxItems=limits.stop_token_ids)
+        of["stop_token_ids"]["items"]["minimum"] = 0
+        of["logit_bias"].update(maxProperties=MAX_KEYS, propertyNames={"pattern": "^[0-9]{1,9}$"})
+        of["bad_words"].update(maxItems=limits.bad_words, items={**_stop(limits), "pattern": r"\S"})
+        _inner(of["allowed_token_ids"], "array")["items"]["minimum"] = 0
+        for field in (*REFUSED, *REMEDIES):
+            values = [*REFUSED.get(field, ()), None]
+            of.setdefault(field, {"enum": values, "description": "Not supported: only these values are accepted"})
+    completion, chat = (named[name]["properties"] for name in ("CompletionRequest", "ChatRequest"))
+    _inner(completion["logprobs"], "integer")["maximum"] = limits.logprobs
+    _inner(completion["best_of"], "integer")["maximum"] = limits.choices
+    _inner(chat["top_logprobs"], "integer")["maximum"] = limits.logprobs
+    _say_prompt(completion["prompt"], limits)
+    for fields in BODIES:
+        named[fields.__name__]["maxProperties"] = MAX_KEYS
+        messages = named[fields.__name__]["properties"].get("messages")
+        if messages is not None:
+            messages["maxItems"] = limits.messages
+            named[fields.__name__]["properties"]["tools"]["maxItems"] = limits.tools
+    named["ChatMessage"]["properties"]["role"] = {"enum": [*ROLES]}
+    part: dict[str, Any] = {"type": "object", "required": ["type", "text"]}
+    part["properties"] = {"type": {"const": "text"}, "text": {"type": "string"}}
+    _inner(named["ChatMessage"]["properties"]["content"], "array")["items"] = part
+    named["TokenizeRequest"]["oneOf"] = [{"required": ["prompt"]}, {"required": ["messages"]}]
+    for fields in translated:
+        _say_translated(named[fields.__name__], fields, chat, limits)
+    return {**named, "Error": ERROR, **{other.error_name: other.error for other in others}}
+
+
+def _say_translated(
+    schema: dict[str, Any], fields: type[TranslatedBody], chat: Mapping[str, Any], limits: Limits
+) -> None:
+    """Add to a body of another API the fields that it shares with a chat request, and those that it refuses."""
+    of, table = schema["properties"], fields.table
+    of |= {name: chat[name] for name in sorted(fields.extensions)}
+    for name in (*table.refused, *table.remedies):
+        values = [*table.refused.get(name, ()), None]
+        of.setdefault(name, {"enum": values, "description": "Not supported: only these values are accepted"})
+    schema["maxProperties"] = MAX_KEYS
+    of["tools"]["maxItems"] = limits.tools
+    if "top_logprobs" in fields.model_fields:
+        of["top_logprobs"]["maximum"] = limits.logprobs
+
+
+def _stop(limits: Limits) -> dict[str, Any]:
+    return {"type": "string", "minLength": 1, "maxLength": limits.stop_characters}
+
+
+def _say_prompt(prompt: dict[str, Any], limits: Limits) -> None:
+    for choice in prompt["anyOf"]:
+        if choice["type"] == "string":
+            choice["minLength"] = 1
+            continue
+        choice["minItems"] = 1
+        items = choice["items"]
+        if items["type"] == "integer":
+            items["minimum"] = 0
+            continue
+        choice["maxItems"] = limits.sequences
+        items["minLength" if items["type"] == "string" else "minItems"] = 1
+        if items["type"] == "array":
+            items["items"]["minimum"] = 0
+
+
+def _inner(schema: dict[str, Any], kind: str) -> dict[str, Any]:
+    """The alternative of a field's schema that has the type `kind`, or the schema itself."""
+    found: dict[str, Any] = next((one for one in schema.get("anyOf", ()) if one.get("type") == kind), schema)
+    return found
+
+
+def _say_responses(path: str, operation: dict[str, Any], error: str) -> None:
+    """Add all statuses of a route, with the content of their bodies."""
+    good: dict[str, Any] = {"description": "Success"}
+    kinds = PAGES.get(path, {"application/json": {"schema": {}}})
+    if path in GENERATES:
+        kinds = {**kinds, "text/event-stream": {"schema": {}}}
+    if kinds:
+        good["content"] = dict(kinds)
+    statuses: tuple[str, ...] = (
+        OF_BODIES if "requestBody" in operation else ("500", "503") if path in PAGES else ("500",)
+    )
+    if "{model_id}" in path or "{response_id}" in path:
+        statuses = ("404", "500")
+    if path not in OPEN:
+        statuses = ("401", "403", *statuses)
+    content = {"application/json": {"schema": {"$ref": PLACE.format(model=error)}}}
+    found = {} if "{response_id}" in path else {"200": good}
+    operation["responses"] = {
+        **found,
+        **{status: {"description": STATUSES[status], "content": content} for status in statuses},
+    }

@@ -1,0 +1,251 @@
+"""The REST routes of one replica, without Ray: `cluster.api.serve.application` mounts them in a Serve replica."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
+
+from cluster import __version__
+from cluster.actors.messages import GangStatus
+from cluster.api.anthropic.errors import ENVELOPE
+from cluster.api.anthropic.request import CountRequest, MessagesRequest
+from cluster.api.core import errors
+from cluster.api.core.api_keys import PAGE, Keys
+from cluster.api.core.body import Intake
+from cluster.api.core.errors import RESTART_S, ApiError, shown, unavailable
+from cluster.api.core.fields import WARNING_HEADER, warning_headers
+from cluster.api.core.offload import off_loop
+from cluster.api.core.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, check_model
+from cluster.api.core.service import Limits, Service
+from cluster.api.core.stream import json_bytes
+from cluster.api.http import calls
+from cluster.api.http.access_log import AccessLog
+from cluster.api.http.api_adapters import asked_chat, asked_message, asked_response, asked_text, checked
+from cluster.api.http.docs_page import POLICY, page_of
+from cluster.api.http.drain import Drain, DrainMiddleware
+from cluster.api.http.error_envelopes import envelope_of
+from cluster.api.http.guard import Guard, is_anonymous, key_of
+from cluster.api.http.head_requests import HeadAsGet
+from cluster.api.http.openapi import OtherApi, body_of, describe
+from cluster.api.http.server_info import facts_of
+from cluster.api.http.server_state import state_of
+from cluster.api.openai.responses.request import ResponseRequest
+from cluster.api.page import SlashBehindPrefix, add_page
+from cluster.chat.formats.choose import Chosen
+
+logger = logging.getLogger(__name__)
+
+STATUS_TIMEOUT_S = 2.0
+OTHER_APIS = (
+    OtherApi("/v1/responses", (ResponseRequest,)),
+    OtherApi("/v1/messages", (MessagesRequest, CountRequest), "AnthropicError", ENVELOPE),
+)
+
+
+def make_app(
+    service: Service,
+    limits: Limits | None = None,
+    drain: Drain | None = None,
+    keys: Keys | None = None,
+    origins: Sequence[str] = (),
+    page: bool = True,
+) -> FastAPI:
+    """The REST app of a service, whose parts are looked up on every call. `limits` default to those that follow from
+    the model; `drain` tells when to refuse calls. Without `keys` everyone may ask for everything. Pages of the
+    `origins` may ask from a browser. With `page` there is one at /.
+    """
+    limits = limits or Limits.of(service.model.context_length)
+    app = FastAPI(title="Aerie", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    errors.install(app, envelope_of)
+    intake = Intake(limits)
+    _add_generation(app, service, limits, intake)
+    _add_other_apis(app, service, limits, intake)
+    _add_tokens(app, service, limits, intake)
+    _add_facts(app, service, limits)
+    if page:
+        add_page(app)
+        _add_state(app, service)
+    describe(app, limits, OTHER_APIS)
+    app.add_middleware(HeadAsGet)
+    app.add_middleware(DrainMiddleware, drain=drain or Drain())
+    if keys is not None:
+        app.add_middleware(Guard, keys=keys, routes=app.routes)
+    if page:
+        app.add_middleware(SlashBehindPrefix)
+    if origins:  # around the guard: a browser asks without a key first whether it may ask
+        exposed = [WARNING_HEADER, "retry-after"]
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed
+        )
+    app.add_middleware(
+        AccessLog,
+        service=service,
+        routes=[route.path for route in app.routes if isinstance(route, Route) and route.path not in PAGE],
+    )
+    return app
+
+
+def _add_generation(app: FastAPI, service: Service, limits: Limits, intake: Intake) -> None:
+    @app.post("/v1/completions", openapi_extra=body_of(CompletionRequest))
+    async def completions(request: Request) -> Response:
+        """Continue prompts."""
+        return await calls.answer(service, limits, intake, request, asked_text)
+
+    @app.post("/v1/chat/completions", openapi_extra=body_of(ChatRequest))
+    async def chat_completions(request: Request) -> Response:
+        """Answer a conversation."""
+        return await calls.answer(service, limits, intake, request, asked_chat)
+
+
+def _add_other_apis(app: FastAPI, service: Service, limits: Limits, intake: Intake) -> None:
+    @app.post("/v1/responses", openapi_extra=body_of(ResponseRequest))
+    async def responses(request: Request) -> Response:
+        """Answer a conversation, in OpenAI's newer form; nothing is stored."""
+        return await calls.answer(service, limits, intake, request, asked_response)
+
+    @app.post("/v1/responses/input_tokens", openapi_extra=body_of(ResponseRequest))
+    async def input_tokens(request: Request) -> Response:
+        """How many tokens the prompt of a response has."""
+        async with intake.json(request) as (body, length):
+            asked = await off_loop(length, lambda: asked_response(service, limits, body))
+            count = await calls.count_of(service, asked, length)
+        return _json({"object": "response.input_tokens", "input_tokens": count}, asked.warnings)
+
+    @app.get("/v1/responses/{response_id:path}")
+    @app.post("/v1/responses/{response_id:path}")
+    @app.delete("/v1/responses/{response_id:path}")
+    async def stored_response(response_id: str) -> Response:
+        """Nothing: no response is stored, so none can be looked at, cancelled or deleted."""
+        message = f"there is no response {shown(response_id)}: this server stores none; keep the answer of the call"
+        raise ApiError(message, status=404, code="not_found")
+
+    @app.post("/v1/messages", openapi_extra=body_of(MessagesRequest))
+    async def messages(request: Request) -> Response:
+        """Answer a conversation, in Anthropic's form."""
+        return await calls.answer(service, limits, intake, request, asked_message)
+
+    @app.post("/v1/messages/count_tokens", openapi_extra=body_of(CountRequest))
+    async def count_tokens(request: Request) -> Response:
+        """How many tokens the prompt of a message has."""
+        async with intake.json(request) as (body, length):
+            asked = await off_loop(length, lambda: asked_message(service, limits, body, CountRequest))
+            count = await calls.count_of(service, asked, length)
+        return _json({"input_tokens": count}, asked.warnings)
+
+
+def _add_tokens(app: FastAPI, service: Service, limits: Limits, intake: Intake) -> None:
+    @app.post("/tokenize", openapi_extra=body_of(TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
+        """Token ids of a prompt or a conversation."""
+        async with intake.json(request) as (body, length):
+            fields, warnings = await off_loop(length, lambda: checked(service, limits, TokenizeRequest, body))
+            ids = await calls.tokens_of(service, fields, length)
+        facts = {"count": len(ids), "max_model_len": service.model.room, "tokens": list(ids)}
+        return await off_loop(len(ids), lambda: _json(facts, warnings))
+
+    @app.post("/detokenize", openapi_extra=body_of(DetokenizeRequest))
+    async def detokenize(request: Request) -> Response:
+        """The text of token ids."""
+        async with intake.json(request) as (body, length):
+            fields, warnings = await off_loop(length, lambda: DetokenizeRequest.read(body))
+            text = await calls.text_of(service, fields, length)
+            return await off_loop(len(text), lambda: _json({"prompt": text}, warnings))
+
+
+def _add_facts(app: FastAPI, service: Service, limits: Limits) -> None:
+    @app.get("/v1/models")
+    async def models() -> Response:
+        """The models that are served: one."""
+        return _json({"object": "list", "data": [_card(service)]})
+
+    @app.get("/v1/models/{model_id:path}")
+    async def model(model_id: str) -> Response:
+        """One model's card."""
+        check_model(service.model, model_id)
+        return _json(_card(service))
+
+    @app.get("/health")
+    async def health(request: Request) -> Response:
+        """Whether the engine makes progress: 200 while it does, else 503 with the reason."""
+        await _check_progress(service, request)
+        return Response()
+
+    @app.get("/ready")
+    async def ready(request: Request) -> Response:
+        """Whether to send requests here: 200 while the engine serves, else 503 with the reason."""
+        await _check_progress(service, request)
+        return Response()
+
+    @app.get("/server_info")
+    async def server_info() -> Response:
+        """The resolved settings and the counters of every rank."""
+        chosen = Chosen(None) if service.tokenizer is None else service.tokenizer.chosen
+        return _json(facts_of(service.model, limits, await _status(service), chosen))
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """The Prometheus page of all replicas and ranks."""
+        return Response(await service.metrics_page(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    @app.get("/docs")
+    async def docs() -> Response:
+        """These routes and the fields of their bodies, to read."""
+        page = page_of(app.openapi())
+        return Response(page, media_type="text/html", headers={"Content-Security-Policy": POLICY})
+
+    @app.get("/version")
+    async def version() -> Response:
+        """The version of Aerie."""
+        return _json({"version": __version__})
+
+
+def _add_state(app: FastAPI, service: Service) -> None:
+    @app.get("/server_state")
+    async def server_state(request: Request) -> Response:
+        """What the server does now, for its page."""
+        status, samples = await asyncio.gather(_status(service), service.samples())
+        key = key_of(request.scope)
+        causes = key is None or key.scope == "admin"
+        return _json(await asyncio.to_thread(state_of, service.model.model_id, status, samples, causes))
+
+
+async def _check_progress(service: Service, request: Request) -> None:
+    status = await _status(service)
+    if not status.healthy:
+        start_s = status.history.start_seconds or RESTART_S  # none is known before the first start is over
+        reason = "" if is_anonymous(request.scope) else status.reason
+        raise unavailable(reason or "the engine is not healthy", start_s)
+
+
+async def _status(service: Service) -> GangStatus:
+    """The gang's status; one that does not answer, or not in time, is unhealthy."""
+    try:
+        return await asyncio.wait_for(service.engine.status(), STATUS_TIMEOUT_S)
+    except TimeoutError:
+        return GangStatus(False, f"the engine did not answer within {STATUS_TIMEOUT_S:g} s")
+    except Exception:
+        logger.exception("the engine's status cannot be read")
+        return GangStatus(False, "the engine's status cannot be read; the log has the cause")
+
+
+def _card(service: Service) -> dict[str, Any]:
+    model = service.model
+    return {
+        "id": model.model_id,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "aerie",
+        "root": model.model_id,
+        "parent": None,
+        "max_model_len": model.room,
+    }
+
+
+def _json(content: Any, warnings: list[str] | None = None) -> Response:
+    return Response(json_bytes(content), media_type="application/json", headers=warning_headers(warnings or []))

@@ -1,0 +1,50 @@
+"""`/server_info`: what a gang runs with, how far each rank is, and which lives it had, as JSON."""
+
+from dataclasses import asdict
+from typing import Any
+
+from cluster import __version__
+from cluster.actors.messages import GangStatus
+from cluster.api.core.service import Limits, ModelInfo
+from cluster.chat.formats.choose import Chosen
+
+
+def facts_of(model: ModelInfo, limits: Limits, status: GangStatus, chosen: Chosen) -> dict[str, Any]:
+    """The facts that the gang reports; accept lengths also stand where SGLang's benchmark looks for them. `chosen` is
+    the format of answers in a chat.
+    """
+    lengths = [beat.status.accept_length for beat in status.beats if beat.status.accept_length]
+    history = asdict(status.history)
+    return {
+        "version": __version__,
+        "model_id": model.model_id,
+        "sampling_defaults": dict(model.sampling),
+        "healthy": status.healthy,
+        "reason": status.reason,
+        "queued_tokens": status.queued_tokens,
+        "running": status.running,
+        "tool_call_parser": chosen.calls,
+        "reasoning_parser": chosen.thought,
+        "limits": {name: getattr(limits, name) for name in Limits.__slots__},
+        **(status.ranks[0].described() if status.ranks else {}),
+        **history.pop("decided"),
+        **history,
+        "ranks": _ranks(status),
+        "internal_states": [{"avg_spec_accept_length": sum(lengths) / len(lengths)}] if lengths else [{}],
+    }
+
+
+def _ranks(status: GangStatus) -> list[dict[str, Any]]:
+    where = {info.rank: {"pid": info.pid, "node": info.node, "gpus": info.gpus} for info in status.ranks}
+    return [
+        {
+            "rank": beat.rank,
+            **where.get(beat.rank, {"pid": None, "node": None, "gpus": None}),
+            "steps": beat.steps,
+            "busy": beat.busy,
+            "step": beat.step,
+            "phase": beat.phase,
+            **asdict(beat.status),
+        }
+        for beat in status.beats
+    ]

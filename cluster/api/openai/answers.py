@@ -1,0 +1,398 @@
+"""The answers, as OpenAI writes them: the whole body, or the chunks of a stream, for text and for chat."""
+
+import codecs
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+from cluster.api.core.choices import Choice, Delta, joined
+from cluster.api.core.echo import offsets
+from cluster.api.core.errors import ApiError
+from cluster.api.core.stream import ALIVE, DONE
+from cluster.api.core.stream import event as framed
+from cluster.api.core.usage import speculation_metrics, usage, usage_so_far
+from cluster.chat.events import Arguments, CallBegun, Event, Said, Thought
+from cluster.request import StepTree, TokenLogprob
+from cluster.tokenizer.tokenizer import TextTokenizer
+
+LOWEST_LOGPROB = -9999.0  # JSON has no infinity
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What a client asked for besides text: tokens named by id, all token ids, usage at the end or in each chunk, and
+    what was thought.
+
+    `logprobs` and `prompt_logprobs` are how many alternatives, None for none; `echoes` the texts of the prompts, where
+    answers begin with them; `best` how many outputs of each prompt are answered, None for all of them.
+    """
+
+    ids_as_text: bool = False
+    token_ids: bool = False
+    usage_at_end: bool = False
+    usage_in_chunks: bool = False
+    thought: bool = True
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echoes: tuple[str, ...] = ()
+    best: int | None = None
+
+
+class Answering(NamedTuple):
+    """What an answer is written about. `created` is Unix seconds."""
+
+    call_id: str
+    created: int
+    model: str
+    choices: Sequence[Choice]
+    tokenizer: TextTokenizer | None
+    extras: Extras
+
+
+class AnswerShape(Protocol):
+    """How one call is answered in the form of its API. One per call: it remembers what has been sent."""
+
+    @property
+    def alive(self) -> bytes:
+        """What a silent stream sends."""
+        ...
+
+    def body(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        """The whole answer from all deltas of all sequences."""
+        ...
+
+    def events(self, delta: Delta) -> bytes:
+        """The events of a stream that one delta makes; the first has the opening before it."""
+        ...
+
+    def end(self) -> bytes:
+        """The events after the last delta."""
+        ...
+
+    def failed(self, error: ApiError) -> bytes:
+        """The events that tell of an error after the stream has begun."""
+        ...
+
+
+class Shape:
+    """What answers to completions and chats share: id, time, model and usage. It remembers which sequences began."""
+
+    alive = ALIVE
+    object_of_body: ClassVar[str]
+    object_of_chunk: ClassVar[str]
+
+    def __init__(
+        self,
+        call_id: str,
+        created: int,
+        model: str,
+        choices: Sequence[Choice],
+        tokenizer: TextTokenizer | None,
+        extras: Extras,
+    ) -> None:
+        self.choices = choices
+        self._head = {"id": call_id, "created": created, "model": model}
+        self._tokenizer = tokenizer
+        self._ids_as_text = extras.ids_as_text or tokenizer is None
+        self._with_token_ids = extras.token_ids or tokenizer is None
+        self._extras = extras
+        self._begun: set[int] = set()
+
+    def body(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        """The whole answer from all deltas of all sequences."""
+        whole = [joined(at, [delta for delta in deltas if delta.index == at]) for at in range(len(self.choices))]
+        body: dict[str, Any] = {"object": self.object_of_body, **self._head}
+        if self._scored:  # the first output of each prompt brought it for all
+            each = self._each
+            whole = [replace(d, prompt_logprobs=whole[at - at % each].prompt_logprobs) for at, d in enumerate(whole)]
+        if self._extras.best is not None:
+            whole = self._best(whole, self._extras.best)
+        body["choices"] = [{**self._choice(delta), "index": at} for at, delta in enumerate(whole)]
+        body["usage"] = usage(self.choices)
+        if metrics := speculation_metrics(self.choices):
+            body["metrics"] = metrics
+        return body
+
+    def events(self, delta: Delta) -> bytes:
+        """The chunks of a delta, framed."""
+        return b"".join(framed(chunk) for chunk in self.chunks(delta))
+
+    def end(self) -> bytes:
+        """The last chunk, if there is one, and the mark of the end."""
+        last = self.last_chunk()
+        return (framed(last) if last else b"") + DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        """The error in OpenAI's envelope."""
+        return framed(error.envelope())
+
+    @property
+    def _each(self) -> int:
+        """How many outputs each prompt has."""
+        return len(self.choices) // (1 + self.choices[-1].prompt_index)
+
+    @property
+    def _scored(self) -> bool:
+        """Whether log-probabilities of prompts are answered."""
+        extras = self._extras
+        return extras.prompt_logprobs is not None or bool(extras.echoes and extras.logprobs is not None)
+
+    def _best(self, whole: Sequence[Delta], count: int) -> list[Delta]:
+        """The `count` outputs of each prompt that are likeliest as a whole, best first."""
+        best: list[Delta] = []
+        for start in range(0, len(whole), self._each):
+            best += sorted(whole[start : start + self._each], key=_likelihood, reverse=True)[:count]
+        return best if self._extras.logprobs is not None else [replace(delta, logprobs=()) for delta in best]
+
+    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
+        """The chunks of one delta: one, with the opening of its sequence (such as the role) in or before the first."""
+        pieces = [self._chunk_choice(delta)]
+        if delta.index not in self._begun:
+            self._begun.add(delta.index)
+            pieces = self._opening(delta.index, pieces[0])
+        return [self._chunk([piece], self.choices[delta.index]) for piece in pieces]
+
+    def last_chunk(self) -> dict[str, Any] | None:
+        """The chunk with the call's usage, when the client asked for one."""
+        if not self._extras.usage_at_end:
+            return None
+        chunk = self._chunk([], None)
+        chunk["usage"] = usage(self.choices)
+        if metrics := speculation_metrics(self.choices):
+            chunk["metrics"] = metrics
+        return chunk
+
+    def _chunk(self, pieces: list[dict[str, Any]], choice: Choice | None) -> dict[str, Any]:
+        chunk: dict[str, Any] = {"object": self.object_of_chunk, **self._head, "choices": pieces}
+        if self._extras.usage_in_chunks and choice:
+            chunk["usage"] = usage_so_far(choice)
+        elif self._extras.usage_at_end:
+            chunk["usage"] = None
+        return chunk
+
+    def _end(self, delta: Delta) -> dict[str, Any]:
+        """The fields after the text of a choice."""
+        end: dict[str, Any] = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+        if self._with_token_ids:
+            end["token_ids"] = list(delta.token_ids)
+        if delta.tree is not None:
+            end["tree"] = self._tree(delta.tree)
+        return end
+
+    def _tree(self, tree: StepTree) -> dict[str, Any]:
+        """The step's tree, its nodes with their text; `parent` is null at the root."""
+        drafted = len(tree.token_ids) - tree.forced
+        nodes = [
+            {"parent": parent if node else None, "forced": node >= drafted, **self._piece(token)}
+            for node, (parent, token) in enumerate(zip(tree.parents, tree.token_ids, strict=True))
+        ]
+        return {"nodes": nodes, "accepted": list(tree.accepted), "bonus": self._piece(tree.bonus)}
+
+    def _piece(self, token_id: int) -> dict[str, Any]:
+        return {"token_id": token_id, "token": self._token(token_id)[0]}
+
+    def _prompt_token_ids(self, index: int) -> dict[str, Any]:
+        ids = self.choices[index].request.prompt_token_ids
+        return {"prompt_token_ids": list(ids)} if self._with_token_ids else {}
+
+    def _token(self, token_id: int) -> tuple[str, bytes]:
+        if self._ids_as_text or self._tokenizer is None:
+            text = f"token_id:{token_id}"
+            return text, text.encode()
+        return self._tokenizer.token_text(token_id)
+
+    def _prompt_logprobs(self, delta: Delta) -> dict[str, Any]:
+        """What the first output of a prompt brought of it, in vLLM's shape: nothing of the first token, which has
+        nothing before it.
+        """
+        most = self._extras.prompt_logprobs
+        if most is None:
+            return {}
+        return {"prompt_logprobs": [None, *(self._ranked(entry, most) for entry in delta.prompt_logprobs)]}
+
+    def _ranked(self, entry: TokenLogprob, most: int) -> dict[str, Any]:
+        return {
+            str(token): {"logprob": _number(logprob), "rank": rank, "decoded_token": self._token(token)[0]}
+            for token, (logprob, rank) in ranked(entry, most).items()
+        }
+
+    def _choice(self, delta: Delta) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _chunk_choice(self, delta: Delta) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _opening(self, index: int, first: dict[str, Any]) -> list[dict[str, Any]]:
+        raise NotImplementedError
+
+
+class CompletionShape(Shape):
+    """`text_completion`, in both the body and the chunks."""
+
+    object_of_body = object_of_chunk = "text_completion"
+    _offsets: dict[int, "_Offsets"]
+
+    def _choice(self, delta: Delta) -> dict[str, Any]:
+        scores = self._prompt_logprobs(delta)
+        return {**self._chunk_choice(delta), **self._prompt_token_ids(delta.index), **scores}
+
+    def _chunk_choice(self, delta: Delta) -> dict[str, Any]:
+        text, echoed = delta.text, bool(self._extras.echoes) and delta.index not in self._begun
+        if echoed:
+            text = self._extras.echoes[self.choices[delta.index].prompt_index] + text
+        logprobs = None
+        if delta.logprobs or (echoed and self._extras.logprobs is not None):
+            logprobs = self._logprobs(delta, echoed)
+        return {"index": delta.index, "text": text, "logprobs": logprobs, **self._end(delta)}
+
+    def _opening(self, index: int, first: dict[str, Any]) -> list[dict[str, Any]]:
+        return [{**first, **self._prompt_token_ids(index)}]
+
+    def _logprobs(self, delta: Delta, echoed: bool) -> dict[str, Any]:
+        """Those of an output's tokens, with those of its prompt before them where it is `echoed`."""
+        choice = self.choices[delta.index]
+        text = self._extras.echoes[choice.prompt_index] if self._extras.echoes else ""
+        if not hasattr(self, "_offsets"):
+            self._offsets = {}
+        begins = self._offsets.setdefault(delta.index, _Offsets(len(text)))
+        told = self._named(delta.logprobs)
+        told["text_offset"] = [begins.before(self._shown(entry.token_id)) for entry in delta.logprobs]
+        if not echoed:
+            return told
+        ids = choice.request.prompt_token_ids
+        scores = self._named(replace(e, top=e.top[: self._extras.logprobs]) for e in delta.prompt_logprobs)
+        scores["text_offset"] = offsets(text, (self._token(token)[1] for token in ids))[1:]
+        first = {"tokens": self._token(ids[0])[0], "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
+        return {name: [first[name], *scores[name], *column] for name, column in told.items()}
+
+    def _named(self, entries: Iterable[TokenLogprob]) -> dict[str, list[Any]]:
+        """All columns but the offsets."""
+        lines = [(self._token(entry.token_id)[0], entry) for entry in entries]
+        return {
+            "tokens": [text for text, _ in lines],
+            "token_logprobs": [_number(entry.logprob) for _, entry in lines],
+            "top_logprobs": [
+                {self._token(i)[0]: _number(p) for i, p in (*entry.top, (entry.token_id, entry.logprob))}
+                for _, entry in lines
+            ],
+        }
+
+    def _shown(self, token_id: int) -> bytes:
+        """What a token adds to the text of an output: a special token nothing."""
+        hidden = self._tokenizer is not None and not self._tokenizer.textual([token_id])
+        return b"" if hidden else self._token(token_id)[1]
+
+
+class ChatShape(Shape):
+    """`chat.completion`, and `chat.completion.chunk` whose first chunk names the role."""
+
+    object_of_body = "chat.completion"
+    object_of_chunk = "chat.completion.chunk"
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._called: set[int] = set()  # the choices in whose chunks a call has begun
+
+    def body(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        """The prompt's ids stand beside the choices, since all have the same prompt."""
+        scores: dict[str, Any] = {}
+        if self._extras.prompt_logprobs is not None:
+            scores = self._prompt_logprobs(joined(0, [delta for delta in deltas if delta.index == 0]))
+        return {**super().body(deltas), **self._prompt_token_ids(0), **scores}
+
+    def _choice(self, delta: Delta) -> dict[str, Any]:
+        message = {"role": "assistant", "content": None, "refusal": None, **self._said(delta.events)}
+        if message["content"] is None and "tool_calls" not in message:
+            message["content"] = ""
+        for call in message.get("tool_calls", ()):
+            del call["index"]
+        return {"index": delta.index, "message": message, "logprobs": self._logprobs(delta), **self._end(delta)}
+
+    def _chunk_choice(self, delta: Delta) -> dict[str, Any]:
+        content = self._said(delta.events) or {"content": ""}
+        if any(isinstance(event, CallBegun) for event in delta.events):
+            self._called.add(delta.index)
+        return {"index": delta.index, "delta": content, "logprobs": self._logprobs(delta), **self._end(delta)}
+
+    def _said(self, events: Sequence[Event]) -> dict[str, Any]:
+        """What events say, in the fields of a message; only those that there are."""
+        said = "".join(event.text for event in events if isinstance(event, Said))
+        thought = "".join(event.text for event in events if isinstance(event, Thought)) if self._extras.thought else ""
+        fields: dict[str, Any] = {"content": said} if said else {}
+        if thought:  # under the names of SGLang and older vLLM, and of newer vLLM
+            fields |= {"reasoning_content": thought, "reasoning": thought}
+        calls: dict[int, dict[str, Any]] = {}
+        for event in events:
+            if isinstance(event, CallBegun):
+                kind, given = ("custom", "input") if event.custom else ("function", "arguments")
+                called = {"name": event.name, given: ""}
+                calls[event.call] = {"index": event.call, "id": event.call_id, "type": kind, kind: called}
+            elif isinstance(event, Arguments):
+                # Where a call was begun in an earlier delta, it is a function's: of a custom tool both come together.
+                call = calls.setdefault(event.call, {"index": event.call, "function": {"arguments": ""}})
+                if "custom" in call:
+                    call["custom"]["input"] += event.text
+                else:
+                    call["function"]["arguments"] += event.text
+        return {**fields, "tool_calls": list(calls.values())} if calls else fields
+
+    def _end(self, delta: Delta) -> dict[str, Any]:
+        """An answer that ends with calls, not cut off, ends because of them."""
+        end = super()._end(delta)
+        called = delta.index in self._called or any(isinstance(event, CallBegun) for event in delta.events)
+        return {**end, "finish_reason": "tool_calls"} if called and delta.finish_reason == "stop" else end
+
+    def _opening(self, index: int, first: dict[str, Any]) -> list[dict[str, Any]]:
+        role = {"role": "assistant", "content": ""}
+        return [{"index": index, "delta": role, "logprobs": None, "finish_reason": None}, first]
+
+    def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
+        if not delta.logprobs:
+            return None
+        content = [self._entry(entry) for entry in delta.logprobs]
+        return {"content": content, "refusal": None}
+
+    def _entry(self, entry: TokenLogprob) -> dict[str, Any]:
+        return logprob_entry(entry, self._token)
+
+
+class _Offsets:
+    """Where each token begins in the text, in characters; a character split over tokens begins at its first."""
+
+    def __init__(self, start: int = 0) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._characters = start
+
+    def before(self, raw: bytes) -> int:
+        at = self._characters
+        self._characters += len(self._decoder.decode(raw))
+        return at
+
+
+def logprob_entry(entry: TokenLogprob, token: Callable[[int], tuple[str, bytes]]) -> dict[str, Any]:
+    """A token's log-probability and those of its alternatives; `token` gives the text and bytes of an id."""
+
+    def named(token_id: int, logprob: float) -> dict[str, Any]:
+        text, raw = token(token_id)
+        return {"token": text, "logprob": _number(logprob), "bytes": list(raw)}
+
+    return {**named(entry.token_id, entry.logprob), "top_logprobs": [named(*pair) for pair in entry.top]}
+
+
+def ranked(entry: TokenLogprob, most: int) -> dict[int, tuple[float, int]]:
+    """By token id the log-probability and the rank of a token and of the `most` likeliest ones in its place. The rank
+    counts from 1; it is 0 for a token that is none of them and whose rank nobody asked for.
+    """
+    top = {token: (logprob, place) for place, (token, logprob) in enumerate(entry.top[:most], start=1)}
+    _, place = top.get(entry.token_id, (0.0, 0))
+    return {entry.token_id: (entry.logprob, entry.rank or place)} | {
+        token: found for token, found in top.items() if token != entry.token_id
+    }
+
+
+def _number(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB)
+
+
+def _likelihood(delta: Delta) -> float:
+    return sum(entry.logprob for entry in delta.logprobs)

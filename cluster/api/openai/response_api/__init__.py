@@ -1,1 +1,0 @@
-"""OpenAI's Responses API, stateless: its bodies as chat requests, and its answers. `..responses` is something else."""

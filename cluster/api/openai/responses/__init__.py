@@ -1,0 +1,1 @@
+"""OpenAI's Responses API, stateless: its bodies as chat requests, and its answers."""

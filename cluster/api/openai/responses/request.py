@@ -1,0 +1,147 @@
+"""The body of /v1/responses: what is honoured of it, and how it becomes a chat request."""
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, ConfigDict, FailFast, Field, PlainValidator
+
+from cluster.api.core.content import Strict, Text
+from cluster.api.core.errors import ApiError
+from cluster.api.core.fields import Table
+from cluster.api.core.translated import Origins, Translated, TranslatedBody, readable_json, translation
+from cluster.api.openai.responses.fields import TABLE
+from cluster.api.openai.responses.items import Item, dialogue_of, items_of, left_out, tools_in
+from cluster.api.openai.responses.tools import (
+    ChoiceInput,
+    Offered,
+    ResponseTool,
+    ToolChoice,
+    ToolInput,
+    chat_choice,
+    offered,
+    read_choice,
+    read_tools,
+)
+
+LOGPROBS = "message.output_text.logprobs"
+# The others ask for parts of items that no answer here has, or, for reasoning, that stand in the item itself.
+Included = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
+Items = Annotated[list[Item], Field(min_length=1)]
+ORIGINS: Mapping[str, str] = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "response_format.json_schema": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+
+
+class TextOptions(Strict):
+    """`text`: the form of the answer. No model here has another `verbosity`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: Annotated[dict[str, Any], AfterValidator(readable_json)] | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ReasoningOptions(Strict):
+    """`reasoning`. There are no summaries of it, of any length: the reasoning itself is in its item."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    context: Literal["auto"] | None = None
+    mode: Literal["standard"] | None = None
+
+
+class ResponseStreamOptions(Strict):
+    """`stream_options`. `include_obfuscation` is taken and does nothing, as for the other endpoints."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    include_obfuscation: bool = False
+
+
+class ResponseRequest(TranslatedBody):
+    """The body of /v1/responses. Sampling and the extensions are the chat request's own."""
+
+    table: ClassVar[Table] = TABLE
+
+    model: str | None = None
+    input: Annotated[list[Item], PlainValidator(items_of, json_schema_input_type=str | Items)]
+    instructions: Text | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    stream: bool = False
+    stream_options: ResponseStreamOptions | None = None
+    text: TextOptions = Field(default_factory=TextOptions)
+    reasoning: ReasoningOptions | None = None
+    tools: Annotated[list[ResponseTool], PlainValidator(read_tools, json_schema_input_type=list[ToolInput])] = Field(
+        default_factory=list
+    )
+    tool_choice: Annotated[ToolChoice, PlainValidator(read_choice, json_schema_input_type=ChoiceInput)] = "auto"
+    parallel_tool_calls: bool = True
+    include: Annotated[list[Included], FailFast()] = Field(default_factory=list)
+    top_logprobs: int = Field(default=0, ge=0)
+    metadata: Annotated[dict[Text, Text], Field(max_length=16)] = Field(default_factory=dict)
+    user: Text | None = None
+    safety_identifier: Text | None = None
+    prompt_cache_key: Text | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether each text is to have the log-probabilities of its tokens."""
+        return LOGPROBS in self.include
+
+    def translated(self) -> Translated:
+        """See `TranslatedBody.translated`."""
+        if self.stream_options is not None and not self.stream:
+            message = "stream_options: only allowed when stream is true"
+            raise ApiError(message, param="stream_options", code="invalid_value")
+        if self.top_logprobs and not self.wants_logprobs:
+            message = f"top_logprobs: needs include: [{LOGPROBS!r}]"
+            raise ApiError(message, param="top_logprobs", code="invalid_value")
+        spoken, tools = dialogue_of(self.input, self.instructions), self.offered
+        chat: dict[str, Any] = {
+            **self.asked_beside(),
+            "model": self.model,
+            "messages": spoken.messages,
+            "stream": self.stream,
+            "max_completion_tokens": self.max_output_tokens,
+            "response_format": _response_format(self.text.format),
+            "reasoning_effort": self.reasoning.effort if self.reasoning else None,
+            "logprobs": self.wants_logprobs,
+            "top_logprobs": self.top_logprobs if self.wants_logprobs else None,
+            "tools": tools.chat or None,
+            "tool_choice": chat_choice(self.tool_choice, tools.names),
+            "parallel_tool_calls": self.parallel_tool_calls,
+        }
+        return translation(chat, Origins({**ORIGINS, **spoken.origins, **tools.origins}))
+
+    @cached_property
+    def offered(self) -> Offered:
+        """The tools of the body and of its items, as those of a chat request."""
+        return offered([(f"tools.{at}", tool) for at, tool in enumerate(self.tools)], tools_in(self.input))
+
+    def said_beside(self) -> list[str]:
+        """Warnings about items that the model is not told of."""
+        return left_out(self.input)
+
+
+def _response_format(form: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """`text.format` as a chat request has it: what a schema is called stands beside it there."""
+    if form is None or form.get("type") != "json_schema":
+        return None if form is None else dict(form)
+    return {"type": "json_schema", "json_schema": {name: part for name, part in form.items() if name != "type"}}

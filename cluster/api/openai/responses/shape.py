@@ -1,0 +1,250 @@
+"""The answer of /v1/responses: the response object, whole, or the events that build it up."""
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from cluster.api.core.choices import Delta
+from cluster.api.core.errors import ApiError
+from cluster.api.core.stream import ALIVE, event
+from cluster.api.core.tools import LeftOutTool
+from cluster.api.core.usage import usage
+from cluster.api.openai.answers import Answering, logprob_entry
+from cluster.api.openai.responses.request import ResponseRequest
+from cluster.api.openai.responses.tools import Own
+from cluster.chat.events import Said
+from cluster.chat.json_text import loaded
+from cluster.chat.sections import Change, Grown, Opened, Section, Sections
+from cluster.request import FinishReason
+
+Sent = tuple[str, dict[str, Any]]
+ITEM_IDS = {"said": "msg", "thought": "rs", "function": "fc", "custom": "ctc", "tool_search": "tsc"}
+CALL_EVENTS = {"function": "response.function_call_arguments", "custom": "response.custom_tool_call_input"}
+PARTS = {"said": "output_text", "thought": "reasoning_text"}
+IN_PROGRESS, COMPLETED, INCOMPLETE, FAILED = "in_progress", "completed", "incomplete", "failed"
+
+
+class ResponseShape:
+    """One response. Texts become messages, thoughts reasoning items, and calls function calls, in their order.
+
+    `temperature` and `top_p` are those in use, which the response repeats like all that was asked for.
+    """
+
+    alive = ALIVE
+
+    def __init__(self, asked: ResponseRequest, temperature: float, top_p: float, about: Answering) -> None:
+        self._about = about
+        self._repeated = repeated(asked) | {"temperature": temperature, "top_p": top_p}
+        self._names = asked.offered.names
+        self._wants_logprobs = asked.wants_logprobs
+        self._sections = Sections(about.extras.thought)
+        self._logprobs: dict[int, list[dict[str, Any]]] = {}
+        self._waiting: list[dict[str, Any]] = []
+        self._finish: FinishReason | None = None
+        self._sent = 0
+
+    def body(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        """The response object."""
+        for delta in deltas:
+            for _ in self._changed(delta):
+                pass
+        return self._response(self._end_status())
+
+    def events(self, delta: Delta) -> bytes:
+        """The events of one delta; before the first those of the beginning, after the last those of the end."""
+        made = b"" if self._sent else self._framed([self._lifecycle("created"), self._lifecycle(IN_PROGRESS)])
+        made += self._framed(self._changed(delta))
+        if self._finish is not None:
+            made += self._framed([self._lifecycle(self._end_status())])
+        return made
+
+    def end(self) -> bytes:
+        """Nothing: the last delta has brought the end."""
+        return b""
+
+    def failed(self, error: ApiError) -> bytes:
+        """The error, and the response that failed."""
+        told = {"code": error.code, "message": error.message, "param": error.param}
+        response = self._response(FAILED) | {"error": {"code": "server_error", "message": error.message}}
+        return self._framed([("error", told), ("response.failed", {"response": response})])
+
+    def _framed(self, sent: Iterator[Sent] | Sequence[Sent]) -> bytes:
+        made = []
+        for name, data in sent:
+            made.append(event({"type": name, **data, "sequence_number": self._sent}, name))
+            self._sent += 1
+        return b"".join(made)
+
+    def _lifecycle(self, status: str) -> Sent:
+        return f"response.{status}", {"response": self._response(IN_PROGRESS if status == "created" else status)}
+
+    def _end_status(self) -> str:
+        return INCOMPLETE if self._finish == "length" else COMPLETED
+
+    def _changed(self, delta: Delta) -> Iterator[Sent]:
+        """The events about items that one delta makes."""
+        if self._wants_logprobs and delta.logprobs:
+            self._wait(delta)
+        for change in self._sections.take(delta.events):
+            yield from self._told(change)
+        if delta.finish_reason is not None:
+            self._finish = delta.finish_reason
+            for change in self._sections.end():
+                yield from self._told(change)
+
+    def _told(self, change: Change) -> Iterator[Sent]:
+        if isinstance(change, Opened):
+            return self._opened(change.section)
+        return self._grown(change) if isinstance(change, Grown) else self._closed(change.section)
+
+    def _opened(self, section: Section) -> Iterator[Sent]:
+        item = self._item(section, IN_PROGRESS)
+        if section.kind != "call":
+            item["content"] = []
+        yield "response.output_item.added", {"output_index": section.index, "item": item}
+        if section.kind != "call":
+            yield "response.content_part.added", self._at_part(section) | {"part": self._part(section)}
+
+    def _grown(self, change: Grown) -> Iterator[Sent]:
+        section, delta = change.section, {"delta": change.text}
+        if section.kind == "call":
+            if name := CALL_EVENTS.get(self._own(section).kind):
+                yield f"{name}.delta", self._at(section) | delta
+        elif section.kind == "thought":
+            yield "response.reasoning_text.delta", self._at_part(section) | delta
+        else:
+            yield "response.output_text.delta", self._at_part(section) | delta | {"logprobs": self._due(section)}
+
+    def _closed(self, section: Section) -> Iterator[Sent]:
+        if section.kind == "call":
+            kind = self._own(section).kind
+            if name := CALL_EVENTS.get(kind):
+                given = "input" if kind == "custom" else "arguments"
+                yield f"{name}.done", self._at(section) | {given: section.text}
+        elif section.kind == "thought":
+            yield "response.reasoning_text.done", self._at_part(section) | {"text": section.text}
+        else:
+            if due := self._due(section):  # of tokens without a text, such as the one that ends it
+                yield "response.output_text.delta", self._at_part(section) | {"delta": "", "logprobs": due}
+            done = {"text": section.text, "logprobs": self._logprobs.get(section.index, [])}
+            yield "response.output_text.done", self._at_part(section) | done
+        if section.kind != "call":
+            yield "response.content_part.done", self._at_part(section) | {"part": self._part(section)}
+        item = self._item(section, self._status_of(section))
+        yield "response.output_item.done", {"output_index": section.index, "item": item}
+
+    def _at(self, section: Section) -> dict[str, Any]:
+        return {"item_id": self._item_id(section), "output_index": section.index}
+
+    def _at_part(self, section: Section) -> dict[str, Any]:
+        return {**self._at(section), "content_index": 0}
+
+    def _item_id(self, section: Section) -> str:
+        kind = self._own(section).kind if section.kind == "call" else section.kind
+        return f"{ITEM_IDS[kind]}_{self._about.call_id.removeprefix('resp_')}_{section.index}"
+
+    def _own(self, section: Section) -> Own:
+        """What the client calls the tool of a call. A name that is no tool's is the model's own, of a function."""
+        return self._names.get(section.name) or Own("function", section.name)
+
+    def _status_of(self, section: Section) -> str:
+        """What is cut off is not complete: the last item of an answer that reached its limit."""
+        cut = self._finish == "length" and section is self._sections.all[-1]
+        return INCOMPLETE if cut else COMPLETED
+
+    def _part(self, section: Section) -> dict[str, Any]:
+        part: dict[str, Any] = {"type": PARTS[section.kind], "text": section.text}
+        if section.kind == "said":
+            part |= {"annotations": [], "logprobs": list(self._logprobs.get(section.index, []))}
+        return part
+
+    def _item(self, section: Section, status: str) -> dict[str, Any]:
+        head = {"id": self._item_id(section), "status": status}
+        if section.kind == "call":
+            return self._call(section, head)
+        if section.kind == "thought":
+            return {"type": "reasoning", **head, "summary": [], "content": [self._part(section)]}
+        return {"type": "message", **head, "role": "assistant", "content": [self._part(section)]}
+
+    def _call(self, section: Section, head: dict[str, Any]) -> dict[str, Any]:
+        """The item of a call, which the client's kind of tool decides."""
+        own = self._own(section)
+        if own.kind == "tool_search":
+            arguments = loaded(section.text) if section.text else {}
+            called = {"call_id": section.call_id, "execution": "client", "arguments": arguments}
+            return {"type": "tool_search_call", **head, **called}
+        item, given = ("custom_tool_call", "input") if own.kind == "custom" else ("function_call", "arguments")
+        space = {} if own.namespace is None else {"namespace": own.namespace}
+        return {"type": item, **head, "call_id": section.call_id, "name": own.name, given: section.text, **space}
+
+    def _wait(self, delta: Delta) -> None:
+        """Keep the log-probabilities of a delta for its text, which may come later; those of thoughts and calls go."""
+        if delta.events and not any(isinstance(one, Said) for one in delta.events):
+            self._waiting = []
+            return
+        self._waiting += [logprob_entry(entry, self._token) for entry in delta.logprobs]
+
+    def _due(self, section: Section) -> list[dict[str, Any]]:
+        due, self._waiting = self._waiting, []
+        if due:
+            self._logprobs.setdefault(section.index, []).extend(due)
+        return due
+
+    def _token(self, token_id: int) -> tuple[str, bytes]:
+        tokenizer = self._about.tokenizer
+        assert tokenizer is not None, "messages are encoded by a tokenizer"
+        return tokenizer.token_text(token_id)
+
+    def _response(self, status: str) -> dict[str, Any]:
+        """The response object as it is now; items that are still open are not in it."""
+        about, over = self._about, status in (COMPLETED, INCOMPLETE)
+        return {
+            "id": about.call_id,
+            "object": "response",
+            "created_at": about.created,
+            "completed_at": int(time.time()) if status == COMPLETED else None,
+            "status": status,
+            "model": about.model,
+            "output": [self._item(section, self._status_of(section)) for section in self._sections.all] if over else [],
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == INCOMPLETE else None,
+            "usage": self._usage() if over else None,
+            **self._repeated,
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        used = usage(self._about.choices)
+        return {
+            "input_tokens": used["prompt_tokens"],
+            "input_tokens_details": {**used["prompt_tokens_details"], "cache_write_tokens": 0},
+            "output_tokens": used["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": used["completion_tokens_details"]["reasoning_tokens"]},
+            "total_tokens": used["total_tokens"],
+        }
+
+
+def repeated(asked: ResponseRequest) -> dict[str, Any]:
+    """What a response repeats of its request, with what holds where nothing was said."""
+    choice = asked.tool_choice
+    form = asked.text.format
+    effort = asked.reasoning.effort if asked.reasoning else None
+    return {
+        "instructions": asked.instructions,
+        "max_output_tokens": asked.max_output_tokens,
+        "max_tool_calls": None,
+        "metadata": asked.metadata,
+        "parallel_tool_calls": asked.parallel_tool_calls,
+        "previous_response_id": None,
+        "prompt_cache_key": asked.prompt_cache_key,
+        "reasoning": {"effort": effort, "summary": asked.reasoning.summary if asked.reasoning else None},
+        "safety_identifier": asked.safety_identifier,
+        "service_tier": "default",
+        "store": False,
+        "background": False,
+        "text": {"format": form or {"type": "text"}, "verbosity": "medium"},
+        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(exclude_none=True),
+        "tools": [tool.model_dump(exclude_none=isinstance(tool, LeftOutTool)) for tool in asked.tools],
+        "top_logprobs": asked.top_logprobs,
+        "truncation": "disabled",
+        "user": asked.user,
+    }

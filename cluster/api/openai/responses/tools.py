@@ -1,0 +1,308 @@
+"""The tools of a response: how those of each type become tools of a chat, and how their calls are told.
+
+Functions and custom tools are the client's own. A namespace is its tools, each under the name `NAMESPACE.TOOL`. A
+search for tools that the client runs is a function. All other types are left out, with a warning; see `..tools`.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import AfterValidator, Field
+
+from cluster.api.core.content import Strict, Text, read_at
+from cluster.api.core.errors import ApiError, shown
+from cluster.api.core.tools import NAMING, LeftOutTool
+from cluster.api.core.translated import not_taken, readable_json
+
+Kind = Literal["function", "custom", "tool_search"]
+SEARCH = "tool_search"
+Schema = Annotated[dict[str, Any], AfterValidator(readable_json)]
+
+
+class FunctionTool(Strict):
+    """A function that may be called."""
+
+    type: Literal["function"]
+    name: Text
+    description: Text | None = None
+    parameters: Schema | None = None
+    strict: bool | None = None
+
+
+class ResponseInputFormat(Strict):
+    """What the text of a custom tool may be: any text, or one in a grammar, which has a syntax and a definition."""
+
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    definition: Text | None = None
+
+
+class ResponseCustomTool(Strict):
+    """A tool that takes one text."""
+
+    type: Literal["custom"]
+    name: Text
+    description: Text | None = None
+    format: ResponseInputFormat | None = None
+
+
+class SearchTool(Strict):
+    """A search for further tools, which the client runs: a function called `tool_search`."""
+
+    type: Literal["tool_search"]
+    execution: Literal["client"]
+    description: Text | None = None
+    parameters: Schema | None = None
+
+
+class NamespaceTool(Strict):
+    """Tools that are called under one name."""
+
+    type: Literal["namespace"]
+    name: Text
+    description: Text | None = None
+    tools: list[Any]
+
+
+Single = FunctionTool | ResponseCustomTool | SearchTool | LeftOutTool
+ResponseTool = Single | NamespaceTool
+
+
+class NamespaceInput(NamespaceTool):
+    """A namespace as a body has it, for the description of the API."""
+
+    tools: list[FunctionTool | ResponseCustomTool | LeftOutTool]
+
+
+class ServerSearchTool(Strict):
+    """A search for tools that the server would run; it is left out."""
+
+    type: Literal["tool_search"]
+    execution: Literal["server"] | None = None
+
+
+class OtherTool(LeftOutTool):
+    """A tool that is left out, for the description of the API."""
+
+    type: str = Field(min_length=1, json_schema_extra={"not": {"enum": [*NAMING, "namespace", SEARCH]}})
+
+
+ToolInput = FunctionTool | ResponseCustomTool | SearchTool | NamespaceInput | ServerSearchTool | OtherTool
+
+
+def read_tools(value: Any, path: str = "tools") -> list[ResponseTool]:
+    """The tools of a body, which stand under `path`.
+
+    Raises:
+        ApiError: 400 that names the tool and the field.
+        ValueError: it is no list.
+    """
+    if not isinstance(value, list):
+        raise ValueError(f"must be a list, got {shown(value)}")
+    return [_read(tool, f"{path}.{at}") for at, tool in enumerate(value)]
+
+
+def _read(value: Any, path: str, inside: bool = False) -> ResponseTool:
+    """One tool; `inside` of a namespace there is no other one, and no search."""
+    kind = value.get("type", "") if isinstance(value, dict) else ""
+    if kind == "custom":
+        return _checked(read_at(ResponseCustomTool, value, path), f"{path}.format")
+    if not isinstance(kind, str) or kind in ("", "function"):
+        return read_at(FunctionTool, value, path)
+    if kind == "namespace" and not inside:
+        space = read_at(NamespaceTool, value, path)
+        tools = [_read(tool, f"{path}.tools.{at}", inside=True) for at, tool in enumerate(space.tools)]
+        return space.model_copy(update={"tools": tools})
+    if kind == SEARCH and value.get("execution") == "client" and not inside:
+        return read_at(SearchTool, value, path)
+    return LeftOutTool(type=kind, name=value.get("name"))
+
+
+def _checked(tool: ResponseCustomTool, path: str) -> ResponseCustomTool:
+    if tool.format is not None and tool.format.type == "grammar":
+        for name in ("syntax", "definition"):
+            if getattr(tool.format, name) is None:
+                raise ApiError(f"{path}.{name}: required", param=f"{path}.{name}", code="missing_required_parameter")
+    return tool
+
+
+class Own(NamedTuple):
+    """What a client calls a tool: of which kind it is, its name, and its namespace, if it has one."""
+
+    kind: Kind
+    name: str
+    namespace: str | None = None
+
+
+def joined(name: str, namespace: str | None) -> str:
+    """The name by which the model calls a tool of a namespace."""
+    return f"{namespace}.{name}" if namespace else name
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """The tools of a body as those of a chat request. `origins` are paths of the chat request's fields by those of the
+    body; `names` says of each name that the model calls what the client calls it.
+    """
+
+    chat: list[dict[str, Any]]
+    origins: dict[str, str]
+    names: dict[str, Own]
+
+
+def offered(tools: Iterable[tuple[str, ResponseTool]], found: Iterable[tuple[str, ResponseTool]] = ()) -> Offered:
+    """The tools, each with its path in the body, as those of a chat request. Of those that were `found` since, such as
+    by a search, one whose name is taken is the same tool again.
+    """
+    made = Offered([], {}, {})
+    for again, (path, tool) in [*((False, one) for one in tools), *((True, one) for one in found)]:
+        for own_path, namespace, member in _members(path, tool):
+            if again and _full_name(member, namespace) in made.names:
+                continue
+            place = f"tools.{len(made.chat)}"
+            made.origins[place] = own_path
+            made.origins.update({f"{place}.{kind}": own_path for kind in NAMING})
+            made.origins[f"{place}.custom.format.grammar"] = f"{own_path}.format"
+            made.chat.append(_chat_tool(member, namespace))
+            if not isinstance(member, LeftOutTool):
+                name = SEARCH if isinstance(member, SearchTool) else member.name
+                space = None if namespace is None else namespace.name
+                made.names[_full_name(member, namespace)] = Own(member.type, name, space)
+    return made
+
+
+def _full_name(tool: Single, space: NamespaceTool | None) -> str:
+    """The name by which the model calls a tool; that of one that is left out says nothing."""
+    name = SEARCH if isinstance(tool, SearchTool) else str(tool.name)
+    return joined(name, None if space is None else space.name)
+
+
+def _members(path: str, tool: ResponseTool) -> Iterator[tuple[str, NamespaceTool | None, Single]]:
+    """The tools that one tool stands for, each with its path and its namespace."""
+    if isinstance(tool, NamespaceTool):
+        yield from ((f"{path}.tools.{at}", tool, member) for at, member in enumerate(tool.tools))
+    else:
+        yield path, None, tool
+
+
+def _chat_tool(tool: Single, space: NamespaceTool | None) -> dict[str, Any]:
+    if isinstance(tool, LeftOutTool):
+        return {"type": tool.type, "name": tool.name}
+    if isinstance(tool, SearchTool):
+        function = {"name": SEARCH, **tool.model_dump(exclude={"type", "execution"}, exclude_none=True)}
+        return {"type": "function", "function": function}
+    said = tool.model_dump(exclude={"type", "format"}, exclude_none=True)
+    said["name"] = _full_name(tool, space)
+    if space is not None and space.description:
+        said["description"] = "\n".join(part for part in (space.description, tool.description) if part)
+    if isinstance(tool, FunctionTool):
+        return {"type": "function", "function": said}
+    if tool.format is not None and tool.format.type == "grammar":
+        grammar = {"syntax": tool.format.syntax, "definition": tool.format.definition}
+        said["format"] = {"type": "grammar", "grammar": grammar}
+    return {"type": "custom", "custom": said}
+
+
+class NamedChoice(Strict):
+    """`tool_choice`: this function or custom tool has to be called. One of a namespace may be named with it or
+    without.
+    """
+
+    type: Literal["function", "custom"]
+    name: Text
+    namespace: Text | None = None
+
+
+class AllowedTools(Strict):
+    """`tool_choice`: only these of the tools may be called, or have to be."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[Any] = Field(min_length=1)
+
+
+class AllowedToolsInput(AllowedTools):
+    """Allowed tools as a body has them, for the description of the API."""
+
+    tools: list[NamedChoice | LeftOutTool] = Field(min_length=1)
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedChoice | AllowedTools
+ChoiceInput = Literal["none", "auto", "required"] | NamedChoice | AllowedToolsInput
+NOT_CALLED = "it is not run by this server; choose a tool of type 'function' or 'custom'"
+
+
+def read_choice(value: Any) -> ToolChoice:
+    """`tool_choice` of a body.
+
+    Raises:
+        ApiError: 400 that names the field.
+        ValueError: it is neither a known word nor an object.
+    """
+    if isinstance(value, str):
+        if value not in ("none", "auto", "required"):
+            raise ValueError(f"must be 'none', 'auto', 'required' or an object, got {shown(value)}")
+        return value  # type: ignore[return-value]
+    if not isinstance(value, dict):
+        raise ValueError(f"must be a string or an object, got {shown(value)}")
+    kind = value.get("type")
+    if kind == "allowed_tools":
+        choice = read_at(AllowedTools, value, "tool_choice")
+        tools = [_allowed(tool, f"tool_choice.tools.{at}") for at, tool in enumerate(choice.tools)]
+        return choice.model_copy(update={"tools": tools})
+    if kind == SEARCH:
+        return NamedChoice(type="function", name=SEARCH)
+    if kind not in NAMING:
+        raise not_taken("tool_choice.type", kind, NOT_CALLED)
+    return read_at(NamedChoice, value, "tool_choice")
+
+
+def _allowed(value: Any, path: str) -> NamedChoice | LeftOutTool:
+    """One of the allowed tools. A namespace, and a tool that is left out, are of any other type."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == SEARCH:
+        return NamedChoice(type="function", name=SEARCH)
+    if isinstance(kind, str) and kind and kind not in NAMING:
+        return LeftOutTool(type=kind, name=value.get("name"))
+    return read_at(NamedChoice, value, path)
+
+
+def chat_choice(choice: ToolChoice, names: Mapping[str, Own]) -> Any:
+    """`tool_choice` as a chat request has it; `names` are those of `Offered`."""
+    if isinstance(choice, NamedChoice):
+        return _named(choice, names)
+    if isinstance(choice, AllowedTools):
+        tools = [one for tool in choice.tools for one in _allowed_of(tool, names)]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
+    return choice
+
+
+def _allowed_of(tool: NamedChoice | LeftOutTool, names: Mapping[str, Own]) -> list[dict[str, Any]]:
+    """One of the allowed tools as a chat request has it: of a namespace all of its tools."""
+    if isinstance(tool, NamedChoice):
+        return [_named(tool, names)]
+    if tool.type != "namespace":
+        return [{"type": tool.type}]
+    members = [full for full, own in names.items() if own.namespace == tool.name]
+    return [_function_named(name) for name in members or [str(tool.name)]]
+
+
+def _named(choice: NamedChoice, names: Mapping[str, Own]) -> dict[str, Any]:
+    """A choice by the name that the model calls: a name alone may be that of one tool in some namespace.
+
+    Raises:
+        ApiError: 400: several namespaces have a tool of this name.
+    """
+    name = joined(choice.name, choice.namespace)
+    if name not in names:
+        found = [full for full, own in names.items() if own.name == name]
+        if len(found) > 1:
+            message = f"tool_choice: {shown(name)} is a tool of several namespaces; say which: {', '.join(found)[:200]}"
+            raise ApiError(message, param="tool_choice", code="invalid_value")
+        name = found[0] if found else name
+    return _function_named(name)
+
+
+def _function_named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}

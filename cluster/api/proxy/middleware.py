@@ -1,0 +1,343 @@
+"""Middleware in front of Serve's HTTP proxy: it passes requests on whole and one by one, and makes all errors JSON.
+
+By itself, Serve's proxy answers in plain text where the application cannot: while there is no replica, when one dies
+with a request, when a request takes too long or finds Serve's queue full. It decodes some request headers before the
+application sees them, and fails on bytes that are not text. It forwards each piece of a body by a call that takes some
+milliseconds, so a few hundred clients that send a byte a second would keep it busy. And it begins requests as they
+come, hundreds in one turn of its event loop, while the streams that it carries wait.
+
+Serve calls `middlewares` in each proxy, before it makes the HTTP server, because of the environment variable
+RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH. `aerie serve` sets it; on other clusters it has to be set on the nodes. The
+call also replaces uvicorn's connections (`connections`), and listens for the limits of Serve that end calls
+(`limits_of_serve`). Nothing heavy is imported here, since this runs in the proxy.
+"""
+
+import asyncio
+import importlib
+import json
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cluster.api.proxy import serve_limits
+from cluster.api.proxy.lingering import Lingering
+from cluster.api.proxy.refusals import Refusals
+from cluster.api.proxy.serve_limits import Met
+from cluster.api.proxy.throttle import Turns
+
+CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
+IMPORT_PATH = "cluster.api.proxy:middlewares"
+CONNECTION = "cluster.api.connections:Connection"  # by name, since to import it takes uvicorn
+RETRY_AFTER = (b"retry-after", b"1")
+NO_RETRY = (b"x-should-retry", b"false")  # the clients of OpenAI and Anthropic else send again what got a 408
+LONGEST_ID = 256
+# Serve decodes these; the last one would let a client keep its request running after it has left.
+READ_BY_SERVE = frozenset(
+    {
+        b"x-request-id",
+        b"x-request-timeout-seconds",
+        b"x-session-id",
+        b"session-id",
+        b"serve-multiplexed-model-id",
+        b"x-request-disconnect-disabled",
+    }
+)
+NOT_FOR_CLIENTS = b"x-request-disconnect-disabled"
+# status: (type, code, message) in place of an error that Serve sends as plain text, or not at all
+SAID: Mapping[int, tuple[str, str, str]] = {
+    404: ("invalid_request_error", "not_found", "no application serves this path"),
+    408: ("server_error", "request_timeout", "the request took longer than this server allows; ask for fewer tokens"),
+    429: ("overloaded_error", "overloaded", "the server is full; try again shortly"),
+    500: ("server_error", "replica_lost", "the replica that held this request is gone; send it again"),
+    503: ("server_error", "engine_unhealthy", "no replica serves requests now; try again shortly"),
+}
+MESSAGES = "/v1/messages"
+OF_ANTHROPIC = {"not_found": "not_found_error", "server_error": "api_error"}  # by code or type of ours
+GATHERED = 1 << 20  # bytes of a body that are gathered here; a longer body is passed on in pieces
+GATHERED_BY_ALL = 256 << 20  # bytes of all bodies together; beyond that, bodies are passed on as they come
+GRACE_S, BYTES_PER_S = 10.0, 16384  # a body must arrive within GRACE_S, plus a second for each BYTES_PER_S bytes
+HEALTHZ = b"/-/healthz"  # Serve's own page, passed through unchanged
+HEALTH_PAGES = ("/health", "/ready")  # of the application
+TIMEOUT_HEADER = b"x-request-timeout-seconds"  # a client's own limit, in place of http_options.request_timeout_s
+ROUTES = "/-/routes"  # another one, which names the applications to everyone: not served
+
+
+def middlewares() -> list[Middleware]:
+    """The middleware that Serve installs; the last one is outermost."""
+    importlib.import_module("uvicorn.config").HTTP_PROTOCOLS["auto"] = CONNECTION
+    serve_limits.listen()
+    return [Middleware(JsonErrors), Middleware(WholeRequests), Middleware(Lingering)]
+
+
+def stands_before_serve() -> bool:
+    """Whether this cluster's proxies use `middlewares`: the variable is set for a replica as it is for the proxies."""
+    return os.environ.get(CALLBACK) == IMPORT_PATH
+
+
+def too_slow(received: int, seconds: float, grace_s: float = GRACE_S, bytes_per_s: int = BYTES_PER_S) -> str:
+    """The error message for a body that comes too slowly."""
+    return (
+        f"the body came too slowly: {received} bytes in {seconds:.0f} s; it must arrive within {grace_s:g} s plus one "
+        f"second for every {bytes_per_s} bytes"
+    )
+
+
+class WholeRequests:
+    """ASGI middleware that passes a request on once its body has arrived, one request per turn of the event loop; while
+    all replicas are known to be full, it repeats their refusal instead.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._turns = Turns()
+        self._held = 0
+        self._refusals = Refusals(self._turns.interrupt)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass one request on. A body that comes too slowly gets a 408; a client that leaves drops its request."""
+        if scope["type"] != "http" or scope.get("raw_path", b"") == HEALTHZ:
+            await self._app(scope, receive, send)
+            return
+        body, clock = bytearray(), asyncio.get_running_loop().time
+        began = clock()
+        try:
+            more = await self._gather(receive, body, began)
+        except TimeoutError:
+            error = ("invalid_request_error", "request_timeout", too_slow(len(body), clock() - began))
+            await _answer(send, 408, error, None, scope, [(b"connection", b"close")])
+            return
+        finally:
+            self._held -= len(body)
+        if more is None:
+            return
+        if await self._refused(scope, send):
+            return
+        length = len(body)
+        rest = _Rest({"type": "http.request", "body": bytes(body), "more_body": more}, receive)
+        body.clear()  # it is not kept for as long as the answer takes
+        try:
+            while not await self._turns.wait():
+                if await self._refused(scope, send):
+                    return
+            if not rest.gone:
+                self._turns.charge(length)
+                refusals = self._refusals
+                learning = refusals.learning(scope, self._accounting(send))
+                await self._app(refusals.passing(scope), rest.receive, learning)
+        finally:
+            rest.close()
+
+    async def _refused(self, scope: Scope, send: Send) -> bool:
+        """Whether the refusal of full replicas stands; then it is the answer."""
+        if (refusal := self._refusals.standing(scope)) is None:
+            return False
+        await refusal.send(send)
+        return True
+
+    def _accounting(self, send: Send) -> Send:
+        """The `send` of a request that begins: tells `Turns` if it gets an error."""
+
+        async def account(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] >= 400:
+                self._turns.refused()
+            await send(message)
+
+        return account
+
+    async def _gather(self, receive: Receive, body: bytearray, began: float) -> bool | None:
+        """Read the body up to the limits; returns whether there is more of it, or None when the client has left."""
+        async with asyncio.timeout_at(began + GRACE_S) as patience:
+            while len(body) < GATHERED and self._held < GATHERED_BY_ALL:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return None
+                piece = message.get("body", b"")
+                body += piece
+                self._held += len(piece)
+                if not message.get("more_body", False):
+                    return False
+                patience.reschedule(began + GRACE_S + len(body) / BYTES_PER_S)
+        return True
+
+
+class _Rest:
+    """The messages of a request for the app: first the body as gathered, then what the client sends after it."""
+
+    def __init__(self, first: Message, receive: Receive) -> None:
+        self._first: Message | None = first
+        self._receive = receive
+        self._next: asyncio.Future[Message] | None = asyncio.ensure_future(receive())
+
+    @property
+    def gone(self) -> bool:
+        """Whether the client has already left, so that nobody would read the answer."""
+        following = self._next
+        return following is not None and following.done() and following.result()["type"] == "http.disconnect"
+
+    async def receive(self) -> Message:
+        """The next message."""
+        if self._first is not None:
+            message, self._first = self._first, None
+            return message
+        following, self._next = self._next, None
+        return await (following or self._receive())
+
+    def close(self) -> None:
+        """Stop waiting for a message: `receive` is not called again."""
+        if self._next is not None:
+            self._next.cancel()
+
+
+class JsonErrors:
+    """ASGI middleware that makes the plain-text errors of Serve's proxy JSON, and ends answers that it leaves open."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request; a plain-text error becomes JSON, and a header that Serve cannot decode a 400."""
+        if scope["type"] != "http" or scope.get("raw_path", b"") == HEALTHZ:
+            await self._app(scope, receive, send)
+            return
+        if scope["path"][len(scope.get("root_path", "")) :] == ROUTES:  # as Serve compares it
+            await _answer(send, 404, SAID[404], None, scope)
+            return
+        if (wrong := _wrong_header(scope["headers"])) is not None:
+            error = (
+                "invalid_request_error",
+                "invalid_value",
+                f"{wrong}: must be at most {LONGEST_ID} printable ASCII characters",
+            )
+            await _answer(send, 400, error, wrong, scope)
+            return
+        headers = [pair for pair in scope["headers"] if pair[0] != NOT_FOR_CLIENTS]
+        with serve_limits.noted() as met:
+            state = _Answer(send, scope, met, self._has_replicas)
+            try:
+                await self._app({**scope, "headers": headers}, receive, state.send)
+            finally:
+                await state.finish()
+
+    async def _has_replicas(self, scope: Scope) -> bool:
+        """Whether Serve's own page says that there are replicas that pass Serve's check; it is not queued for."""
+        statuses: list[int] = []
+
+        async def receive() -> Message:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                statuses.append(message["status"])
+
+        path = scope.get("root_path", "") + HEALTHZ.decode()
+        await self._app({**scope, "method": "GET", "path": path, "raw_path": path.encode()}, receive, send)
+        return statuses == [200]
+
+
+class _Answer:
+    """Watches the answer to one request as it passes."""
+
+    def __init__(self, send: Send, scope: Scope, met: Met, has_replicas: Callable[[Scope], Awaitable[bool]]) -> None:
+        """`met` is the limit that ends the call; `has_replicas` says whether Serve knows healthy replicas."""
+        self._send = send
+        self._scope = scope
+        self._met = met
+        self._has_replicas = has_replicas
+        self._started = self._ended = self._replaced = self._streams = False
+
+    async def send(self, message: Message) -> None:
+        """Pass a message on, or send a JSON error in place of a plain-text one."""
+        if message["type"] == "http.response.start":
+            self._started = True
+            kind = dict(message["headers"]).get(b"content-type", b"")
+            self._streams = kind.startswith(b"text/event-stream")
+            status = message["status"]
+            if status >= 400 and kind.startswith(b"text/plain") and status in SAID:
+                self._replaced = True
+                kept = [pair for pair in message["headers"] if pair[0].lower() in (b"retry-after", b"x-request-id")]
+                await self._replace(status, kept)
+                return
+        if message["type"] == "http.response.body":
+            self._ended = self._ended or not message.get("more_body", False)
+        if not self._replaced:
+            await self._send(message)
+
+    async def _replace(self, status: int, kept: list[tuple[bytes, bytes]]) -> None:
+        """Send what is said in place of a plain-text error. A health page that Serve sheds is none: the engine serves,
+        and Serve's own check of its replicas is what there is to tell.
+        """
+        asks = self._scope["method"] in ("GET", "HEAD") and self._scope["path"].endswith(HEALTH_PAGES)
+        if asks and self._met.queue is not None and await self._has_replicas(self._scope):
+            await self._send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+            await self._send({"type": "http.response.body", "body": b""})
+            return
+        await _answer(self._send, status, _limit(self._met, self._scope) or SAID[status], None, self._scope, kept)
+
+    async def finish(self) -> None:
+        """Serve sends nothing more: if the answer is missing or its stream still open, end it with an error."""
+        error = _limit(self._met, self._scope) or SAID[500]
+        if not self._started:
+            await _answer(self._send, 503, error, None, self._scope)
+        elif self._streams and not self._ended:
+            name = b"event: error\n" if _is_anthropic(self._scope) else b""
+            event = name + b"data: " + _envelope(error, None, self._scope) + b"\n\n"
+            await self._send({"type": "http.response.body", "body": event, "more_body": False})
+
+
+def _limit(met: Met, scope: Scope) -> tuple[str, str, str] | None:
+    """The error of a limit of Serve's that a call has met; None where it has met none."""
+    if met.queue is not None:
+        message = f"the queue of this server is full (max_queued_requests: {met.queue}); try again shortly"
+        return "overloaded_error", "overloaded", message
+    if met.timeout_s is not None:
+        own = any(name == TIMEOUT_HEADER for name, _ in scope["headers"])
+        limit = "the limit that it set itself (x-request-timeout-seconds)" if own else "the limit of this server"
+        named = "" if own else " (http_options.request_timeout_s)"
+        message = f"the request took longer than {met.timeout_s:g} s, {limit}{named}; ask for fewer tokens"
+        return "server_error", "request_timeout", message
+    return None
+
+
+def _wrong_header(headers: list[tuple[bytes, bytes]]) -> str | None:
+    """The name of the first header that Serve would fail to decode; None where there is none."""
+    for name, value in headers:
+        if name.lower().replace(b"_", b"-") in READ_BY_SERVE:
+            printable = all(0x20 <= byte < 0x7F for byte in value)
+            if not printable or len(value) > LONGEST_ID:
+                return name.decode("ascii", "replace")
+    return None
+
+
+def _is_anthropic(scope: Scope) -> bool:
+    """Whether a request is one of Anthropic's API, whose client reads errors in another form."""
+    return f"{MESSAGES}/" in f"{scope['path']}/"
+
+
+def _envelope(error: tuple[str, str, str], param: str | None, scope: Scope) -> bytes:
+    kind, code, message = error
+    if _is_anthropic(scope):
+        kind = OF_ANTHROPIC.get(code) or OF_ANTHROPIC.get(kind, kind)
+        return json.dumps({"type": "error", "error": {"type": kind, "message": message}}).encode()
+    content: dict[str, Any] = {"message": message, "type": kind, "param": param, "code": code}
+    return json.dumps({"error": content}).encode()
+
+
+async def _answer(
+    send: Send,
+    status: int,
+    error: tuple[str, str, str],
+    param: str | None,
+    scope: Scope,
+    kept: list[tuple[bytes, bytes]] | None = None,
+) -> None:
+    body = _envelope(error, param, scope)
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *(kept or [])]
+    if status in (429, 503) and not any(name.lower() == b"retry-after" for name, _ in headers):
+        headers.append(RETRY_AFTER)
+    if error[:2] == SAID[408][:2]:
+        headers.append(NO_RETRY)
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})

@@ -1,1 +1,0 @@
-"""What runs in a Serve replica: the routes in front of a gang, its host, and the streams between the two."""

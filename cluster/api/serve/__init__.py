@@ -1,0 +1,1 @@
+"""The Ray Serve application: its settings, its deployments, and the streams between them."""

@@ -1,0 +1,112 @@
+"""Calls from a separate ingress to the engine deployment, by a Serve handle; a lost replica is a `GoneError`."""
+
+import asyncio
+import time
+from typing import Any
+
+from ray.exceptions import RayError, RayTaskError
+from ray.serve.exceptions import BackPressureError, RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from cluster.api.serve.resilient_client import GoneError, Item, Refused, ShedError
+from cluster.observability.logs import first_line
+from cluster.request import Request, RequestOutput
+
+STALL_S = 1.0  # a wait that times out so much too late: this process was stalled, not the replica
+
+
+class HandleCalls:
+    """Implements `EngineCalls` over the handle of the engine deployment. Serve chooses the replica of every call."""
+
+    def __init__(self, handle: "DeploymentHandle[Any]", caller: str) -> None:
+        """`caller` is the full name of this replica, by which the engine's knows whether it still exists."""
+        self._caller = caller
+        self._handle: Any = handle
+        self._streaming: Any = handle.options(stream=True)
+
+    def open(self, request: Request) -> "HandleAttempt":
+        """Submit a request; see `EngineCalls.open`."""
+        return HandleAttempt(self._streaming.generate.remote(request, self._caller))
+
+    async def call(self, method: str) -> Any:
+        """What one engine replica answers; when the caller stops waiting, the call is cancelled.
+
+        Raises:
+            GoneError: none answers, or the one that was asked died.
+            ShedError: the queue of their deployment is full.
+        """
+        response = getattr(self._handle, method).remote()
+        try:
+            return await response
+        except RayTaskError:
+            raise
+        except BackPressureError as error:
+            raise ShedError(first_line(error)) from None
+        except (RayError, RayServeException) as error:
+            raise GoneError(first_line(error)) from None
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
+
+
+class HandleAttempt:
+    """Implements `Attempt` over one streaming call.
+
+    When a client leaves, Serve cancels the calls that its request made: this one, and no other stream's.
+    """
+
+    def __init__(self, response: Any) -> None:
+        """`response` is a `DeploymentResponseGenerator` of items."""
+        self._response = response
+        self._coming: asyncio.Task[Item | None] | None = None
+        self._over = False
+
+    async def next(self, timeout_s: float) -> Item:
+        """The next item; see `Attempt.next`."""
+        if self._coming is None:  # a task, since a wait that times out must not cancel the call
+            self._coming = asyncio.ensure_future(self._next())
+        while True:
+            asked = time.monotonic()
+            done, _ = await asyncio.wait((self._coming,), timeout=timeout_s)
+            if done:
+                break
+            if time.monotonic() - asked < timeout_s + STALL_S:
+                raise GoneError(f"nothing came for {timeout_s:.1f} s")
+        task, self._coming = self._coming, None
+        try:
+            item = task.result()
+        except RayTaskError:  # a fault of the engine's code, not of its process
+            self._over = True
+            raise
+        except BackPressureError as full:  # Serve has given the call to no replica
+            self._over = True
+            message = f"the queue of this server is full (max_queued_requests: {full.args[1]})"
+            return Refused(message, full.retry_after_s or 1.0)
+        except (RayError, RayServeException, asyncio.CancelledError) as error:
+            raise GoneError(first_line(error)) from None
+        if item is None:
+            self._over = True
+            raise GoneError("its stream ended")
+        self._over = isinstance(item, RequestOutput) and item.finish_reason is not None
+        return item
+
+    async def _next(self) -> Item | None:
+        try:
+            item: Item = await anext(self._response)
+        except StopAsyncIteration:
+            return None
+        return item
+
+    def close(self) -> None:
+        """Cancel the call, unless it has ended."""
+        if self._coming is not None:
+            self._coming.add_done_callback(_looked_at)
+            self._coming.cancel()
+        if not self._over:
+            self._response.cancel()
+
+
+def _looked_at(task: "asyncio.Task[Item | None]") -> None:
+    """Retrieve the error of a call that nobody awaits; otherwise asyncio logs a traceback for each of them."""
+    if not task.cancelled():
+        task.exception()

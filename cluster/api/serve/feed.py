@@ -1,0 +1,78 @@
+"""The engine's half of a resilient stream: what an engine replica sends to the ingress that asked."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any
+
+from cluster.actors.messages import EngineClient, Overloaded, Unavailable
+from cluster.api.serve.resilient_client import Item, Leaving, Refused, Sign
+from cluster.request import Request, RequestOutput
+
+
+async def feed(
+    engine: EngineClient,
+    request: Request,
+    sign: Sign,
+    period_s: float,
+    leaving: Callable[[], str],
+    gone: Callable[[], bool] = lambda: False,
+) -> AsyncGenerator[Item, None]:
+    """A sign, then the outputs of a request, with a sign again whenever there is no output for `period_s`.
+
+    A full queue gives `Refused` without a sign, an invalid request `Refused` after one. `leaving()` says why the
+    replica gives its streams up, or nothing. Where it does and the engine has ended the stream, the ingress gets
+    `Leaving` and may resume it elsewhere. A replica that is already leaving sends `Leaving` instead of the sign, and
+    does not take the request. Closing this generator aborts the request, and it ends by itself when `gone()`, asked
+    every `period_s` and before each output, says that the ingress is no more.
+    """
+    if reason := leaving():
+        yield Leaving(reason)
+        return
+    async with aclosing(_outputs(engine, request)) as outputs:
+        coming: asyncio.Task[RequestOutput | None] | None = None
+        try:
+            coming = asyncio.ensure_future(_next(outputs))
+            await asyncio.sleep(0)  # it is admitted or refused at once
+            if coming.done() and isinstance(error := coming.exception(), Overloaded):
+                yield Refused(str(error), error.retry_after_s)
+                return
+            if coming.done() and isinstance(error := coming.exception(), Unavailable):
+                yield Leaving(str(error))
+                return
+            yield sign
+            while not gone():
+                done, _ = await asyncio.wait((coming,), timeout=period_s)
+                if not done:
+                    yield sign
+                    continue
+                try:
+                    output = coming.result()
+                except ValueError as error:
+                    yield Refused(str(error))
+                    return
+                if output is None:
+                    yield Leaving(leaving() or "its stream ended without a reason")
+                    return
+                if output.finish_reason in ("error", "abort") and (reason := leaving()):
+                    yield Leaving(reason)
+                    return
+                yield output
+                if output.finish_reason is not None:
+                    return
+                coming = asyncio.ensure_future(_next(outputs))
+        finally:
+            if coming is not None:
+                coming.cancel()
+                await asyncio.gather(coming, return_exceptions=True)
+
+
+async def _outputs(engine: EngineClient, request: Request) -> AsyncGenerator[RequestOutput, None]:
+    stream: Any = engine.generate(request)
+    async with aclosing(stream):
+        async for output in stream:
+            yield output
+
+
+async def _next(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput | None:
+    return await anext(outputs, None)

@@ -1,0 +1,53 @@
+"""What a replica's REST routes are made of, loaded beside its gang."""
+
+import asyncio
+import importlib
+import logging
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from cluster.config import EngineConfig
+
+logger = logging.getLogger(__name__)
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json")  # the first alone is read
+One = TypeVar("One")
+Other = TypeVar("Other")
+
+
+async def together(one: Coroutine[Any, Any, One], other: Coroutine[Any, Any, Other]) -> tuple[One, Other]:
+    """What both give; where one fails, at once, without waiting for what the other may still take to load."""
+    tasks = asyncio.ensure_future(one), asyncio.ensure_future(other)
+    try:
+        first, second = await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        raise
+    return first, second
+
+
+class Rest(NamedTuple):
+    """What the REST routes are made of: `make_app`, the tokenizer (None without one), `ModelInfo` and `Grammars`."""
+
+    make_app: Any
+    tokenizer: Any
+    model_info: Any
+    grammars: Any
+
+
+def load_rest(config: EngineConfig, parsers: tuple[str | None, str | None]) -> Rest:
+    """What the REST routes are made of; in a thread, since the imports take seconds. `parsers` as in the settings."""
+    ingress = importlib.import_module("cluster.api.http.routes")
+    service = importlib.import_module("cluster.api.core.service")
+    tokenizer = importlib.import_module("cluster.api.core.tokenizer").ChatTokenizer
+    folder = config.tokenizer_path or config.model_path
+    there = (Path(folder) / name for name in TOKENIZERS)
+    has_tokenizer = config.tokenizer_path is not None or any(each.is_symlink() or each.is_file() for each in there)
+    if not has_tokenizer:
+        logger.warning("%s has no tokenizer: only token ids are served; set tokenizer_path to serve texts", folder)
+    grammars = importlib.import_module("cluster.api.core.grammars").Grammars
+    return Rest(
+        ingress.make_app, tokenizer.load(folder, parsers) if has_tokenizer else None, service.ModelInfo, grammars
+    )

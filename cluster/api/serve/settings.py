@@ -1,0 +1,375 @@
+"""The arguments of the Serve application, named as in Ray Serve LLM; what Aerie cannot honour is refused by name."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
+
+from cluster.actors.cluster_capacity import Layout, Strategy
+from cluster.actors.placement import Device, check_shares, device_of, layout_of
+from cluster.chat.formats.choose import named
+from cluster.config import ConfigError, EngineConfig, Settings, as_config_error, nearest
+from cluster.observability.logs import LogFormat, LogSettings, default_path
+from cluster.paths.checkout import homes
+
+# Settings of Ray Serve LLM that Aerie does not honour, with the reason that the refusal gives.
+FOREIGN: Mapping[str, str] = {
+    "llm_engine": "the engine is Aerie's own",
+    "lora_config": "LoRA adapters are not served",
+    "server_cls": "the server class is fixed",
+    "callback_config": "there are no initialisation hooks",
+    "experimental_configs": "Aerie has no experimental settings",
+    "accelerator_config": "use accelerator_type and placement_group_config",
+    "ingress_cls_config": "the ingress is Aerie's own",
+}
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\sA-Z*]+")  # as a browser sends it: lower case, nothing behind the port
+DEPLOYMENT_OPTIONS = (
+    "num_replicas",
+    "max_ongoing_requests",
+    "max_queued_requests",
+    "backpressure_config",
+    "autoscaling_config",
+    "graceful_shutdown_wait_loop_s",
+    "graceful_shutdown_timeout_s",
+    "health_check_period_s",
+    "health_check_timeout_s",
+    "ray_actor_options",
+    "max_replicas_per_node",
+    "logging_config",
+    "request_router_config",
+    "max_constructor_retry_count",
+    "rolling_update_percentage",
+    "max_surge_percent",
+)
+
+
+# The router admits requests, by tokens, so Serve's own limit is set beyond reach. A stream may run for minutes, so a
+# replica that is shut down gets time to finish it, and on a redeploy its successor starts first.
+DEPLOYMENT_DEFAULTS: dict[str, Any] = {
+    "max_ongoing_requests": 10_000,
+    "graceful_shutdown_wait_loop_s": 0.5,
+    "graceful_shutdown_timeout_s": 600.0,
+    "max_surge_percent": 100,
+    "health_check_period_s": 2.0,
+    "health_check_timeout_s": 5.0,
+    "max_constructor_retry_count": 3,
+    "ray_actor_options": {"num_cpus": 0.5},
+}
+
+
+class ServingSettings(Settings):
+    """Base of the settings here: a key that Ray Serve LLM knows and Aerie does not honour gets its own message."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_foreign_keys(cls, data: Any) -> Any:
+        if isinstance(data, Mapping):
+            for key in data:
+                if key in FOREIGN and key not in cls.model_fields:
+                    raise ConfigError(f"setting {key!r} is not honoured: {FOREIGN[key]}; remove it")
+        return data
+
+
+class ModelLoadingConfig(ServingSettings):
+    """Which model, and under which name clients ask for it."""
+
+    model_id: str = Field(min_length=1, description="the name that clients ask for")
+    model_source: str | None = Field(
+        default=None,
+        description="folder of the target, or its name on a hub, ORGANISATION/NAME or "
+        "ORGANISATION/NAME@REVISION; unset: `model_id` is one of them",
+    )
+    tokenizer_source: str | None = Field(
+        default=None, description="folder of the tokenizer, or the name of a model on a hub; unset: the target's"
+    )
+
+
+class PlacementGroupConfig(ServingSettings):
+    """The resources of the ranks: `bundle_per_worker` for each, or `bundles` one by one."""
+
+    bundle_per_worker: dict[str, float] | None = Field(
+        default=None, description="{CPU: 1, GPU: 1}: what each rank has to itself"
+    )
+    bundles: list[dict[str, float]] | None = Field(default=None, description="the same for every rank, one by one")
+    strategy: Strategy = Field(default="PACK", description="how Ray spreads the ranks over nodes")
+    wait_s: float | None = Field(
+        default=None,
+        ge=0,
+        description="how long a gang waits for its resources; unset: 10 s where no nodes could hold it, 30 s where "
+        "others do, and longer by what a replica that it replaces may take to leave",
+    )
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Self:
+        if (self.bundle_per_worker is None) == (self.bundles is None):
+            raise ConfigError("placement_group_config needs bundle_per_worker or bundles, and not both")
+        return self
+
+
+class LLMConfig(ServingSettings):
+    """One model and how it is deployed."""
+
+    model_loading_config: ModelLoadingConfig = Field(description="which model, see below")
+    engine_kwargs: dict[str, Any] = Field(default_factory=dict, description="settings of the engine, see above")
+    accelerator_type: str | None = Field(default=None, description="Ray's name of the GPU that ranks ask for, as H100")
+    placement_group_config: PlacementGroupConfig | None = Field(
+        default=None,
+        description="the resources of the ranks, see below; unset: a CPU each, and a GPU where they use one",
+    )
+    deployment_config: dict[str, Any] = Field(
+        default_factory=dict, description="options of the Serve deployment that owns the engine, see below"
+    )
+    runtime_env: dict[str, Any] = Field(default_factory=dict, description="Ray's runtime environment of the replicas")
+    log_engine_metrics: Literal[True] = Field(default=True, description="may only be true: /metrics has them always")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _check_options("deployment_config", self.deployment_config)
+        self.engine_config()
+        self.layout()
+        self.device(0.0)
+        return self
+
+    def engine_config(self) -> EngineConfig:
+        """The settings of the engine; the model's source becomes `model_path`.
+
+        Raises:
+            ConfigError: an engine setting is unknown or wrong.
+        """
+        kwargs = dict(self.engine_kwargs)
+        loading = self.model_loading_config
+        for name in ("tool_call_parser", "reasoning_parser"):
+            if name in kwargs:
+                raise ConfigError(f"engine_kwargs must not set {name!r}; give it beside llm_configs")
+        for name in ("model", "model_path"):
+            if name in kwargs:
+                raise ConfigError(f"engine_kwargs must not set {name!r}; use model_loading_config.model_source")
+        kwargs["model_path"] = loading.model_source or loading.model_id
+        if loading.tokenizer_source is not None:
+            for name in ("tokenizer", "tokenizer_path"):
+                if name in kwargs:
+                    raise ConfigError(f"model_loading_config.tokenizer_source is also set by engine_kwargs.{name}")
+            kwargs["tokenizer_path"] = loading.tokenizer_source
+        return EngineConfig.from_kwargs(kwargs)
+
+    @property
+    def fixed_replicas(self) -> int | None:
+        """How many replicas there are at any time; None where Serve decides it."""
+        given = self.deployment_config.get("num_replicas", 1)
+        return None if self.deployment_config.get("autoscaling_config") or not isinstance(given, int) else given
+
+    @property
+    def least_replicas(self) -> int:
+        """How many replicas, so gangs, there are to be at least, whatever the load."""
+        scaling = self.deployment_config.get("autoscaling_config")
+        given = scaling.get("min_replicas", 1) if isinstance(scaling, Mapping) else self.fixed_replicas
+        return max(1, given) if isinstance(given, int) else 1
+
+    def device(self, gpus: float) -> tuple[Literal["cpu", "cuda"], str]:
+        """The device of every rank in a cluster with so many GPUs, and why it is this one.
+
+        Raises:
+            ConfigError: device is cuda, and the bundles reserve no GPU for each rank, or part of one, or several.
+        """
+        placing = self.placement_group_config
+        each = None if placing is None else placing.bundles or [placing.bundle_per_worker or {}]
+        config = self.engine_config()
+        try:
+            device, why = device_of(config.device, each, self.accelerator_type, gpus)
+            if device == "cuda" and placing is not None:
+                check_shares(placing.bundles or [placing.bundle_per_worker or {}] * config.tp_size)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        return device, why
+
+    def layout(self, device: Device = "auto") -> Layout:
+        """The bundles of the gang, one per rank, for ranks on `device`. Where a redeploy may not start a replica beside
+        the old one (max_surge_percent 0), the gang also waits as long as that one may take to finish its streams.
+        """
+        config = self.engine_config()
+        options = {**DEPLOYMENT_DEFAULTS, **self.deployment_config}
+        leaves_s = 0.0 if options["max_surge_percent"] else float(options["graceful_shutdown_timeout_s"])
+        placing = self.placement_group_config
+        try:
+            layout = layout_of(
+                config.tp_size,
+                bundle_per_worker=placing.bundle_per_worker if placing else None,
+                bundles=placing.bundles if placing else None,
+                strategy=placing.strategy if placing else "PACK",
+                device=config.device if device == "auto" else device,
+                accelerator_type=self.accelerator_type,
+            )
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        gangs, group = self.least_replicas, config.tp_size // config.attn_dp_size
+        wait_s = placing.wait_s if placing else None
+        return replace(layout, gangs=gangs, group=group, leaves_s=leaves_s, wait_s=wait_s)
+
+
+class AppSettings(ServingSettings):
+    """The `args` of the application: what stands under `applications[].args` in a Serve config."""
+
+    llm_configs: list[LLMConfig] = Field(description="exactly one entry, or the path of a YAML file with it")
+    ingress: Literal["direct", "resilient"] = Field(
+        default="direct",
+        description="direct: the replica that owns the engine answers clients; resilient: further replicas do, which "
+        "outlive it",
+    )
+    ingress_deployment_config: dict[str, Any] = Field(
+        default_factory=dict, description="options of the deployment of a resilient ingress, see below"
+    )
+    log_file: str | None = Field(
+        default=None,
+        description="absolute path, the same on each node; unset: ~/.cache/aerie/logs/<application>.log, but a new "
+        "file for each start of an `aerie serve` with a Ray of its own",
+    )
+    log_format: LogFormat = Field(default="text", description="lines as text, or one JSON object each")
+    api_keys_file: str | None = Field(
+        default=None,
+        description="absolute path, the same on each node that has ingress replicas: the hashes of API keys",
+    )
+    allow_unauthenticated: bool = Field(
+        default=False, description="serve everyone who reaches the server beyond loopback, if it has no API keys"
+    )
+    page: bool = Field(default=True, description="a page at / that shows what the server does, and a playground")
+    allowed_origins: list[str] = Field(
+        default_factory=list, description="origins of pages that may ask from a browser, as https://host; `*` is all"
+    )
+    sampling_defaults: Literal["model", "openai"] = Field(
+        default="model",
+        description="how a request is sampled where it leaves fields out; model: by the temperature, top_p, top_k, "
+        "min_p and repetition_penalty of generation_config.json, as far as it has them; openai: by 1, 1, none, none "
+        "and 1",
+    )
+    tool_call_parser: str | None = Field(
+        default=None, description="how the model writes calls of tools; unset: what its template says"
+    )
+    reasoning_parser: str | None = Field(
+        default=None, description="how the model marks what it thinks; unset: what its template says"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _load_files(cls, data: Any) -> Any:
+        """Let an entry of llm_configs be the path of a YAML file, as Ray Serve LLM does."""
+        if isinstance(data, Mapping) and isinstance(data.get("llm_configs"), str):
+            data = {**data, "llm_configs": [data["llm_configs"]]}  # `serve run builder llm_configs=file.yaml`
+        if isinstance(data, Mapping) and isinstance(data.get("llm_configs"), list):
+            entries = [read_yaml(resolve_path(e)) if isinstance(e, str) else e for e in data["llm_configs"]]
+            data = {**data, "llm_configs": entries}
+        return data
+
+    @field_validator("log_file", "api_keys_file")
+    @classmethod
+    def _absolute(cls, path: str | None, of: ValidationInfo) -> str | None:
+        if path is not None and not Path(path).is_absolute():
+            raise ConfigError(f"{of.field_name} {path!r} must be an absolute path: processes in other folders use it")
+        return path
+
+    @model_validator(mode="after")
+    def _known_parsers(self) -> Self:
+        named(self.tool_call_parser, self.reasoning_parser)
+        return self
+
+    @property
+    def parsers(self) -> tuple[str | None, str | None]:
+        """The formats of calls and of thought, by our names; None leaves the choice to the model."""
+        return named(self.tool_call_parser, self.reasoning_parser)
+
+    @field_validator("allowed_origins")
+    @classmethod
+    def _origins(cls, origins: list[str]) -> list[str]:
+        for origin in origins:
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"allowed_origins: {origin!r} must be SCHEME://HOST or SCHEME://HOST:PORT in lower case, or *"
+                )
+        return origins
+
+    @model_validator(mode="after")
+    def _one_model(self) -> Self:
+        if len(self.llm_configs) != 1:
+            raise ConfigError(
+                f"llm_configs must have exactly one entry, got {len(self.llm_configs)}; "
+                "deploy further models as further applications"
+            )
+        _check_options("ingress_deployment_config", self.ingress_deployment_config)
+        if self.ingress_deployment_config and self.ingress == "direct":
+            raise ConfigError(
+                "ingress_deployment_config needs ingress: resilient; with ingress: direct the replica that owns the "
+                "gang is the ingress: set its options in deployment_config"
+            )
+        return self
+
+    @property
+    def llm(self) -> LLMConfig:
+        """The one model."""
+        return self.llm_configs[0]
+
+    @property
+    def drain_timeout_s(self) -> float:
+        """How long the replicas that hold the clients' connections wait for open calls when they shut down."""
+        options = self.llm.deployment_config if self.ingress == "direct" else self.ingress_deployment_config
+        return float({**DEPLOYMENT_DEFAULTS, **options}["graceful_shutdown_timeout_s"])
+
+    def log(self, application: str) -> LogSettings:
+        """The log of this application on this node."""
+        return LogSettings(str(Path(self.log_file or default_path(application)).absolute()), self.log_format)
+
+
+def _check_options(name: str, options: Mapping[str, Any]) -> None:
+    for key in options:
+        if key not in DEPLOYMENT_OPTIONS:
+            hint = "; use placement_group_config" if key.startswith("placement_group") else ""
+            raise ConfigError(f"unknown setting '{name}.{key}'{hint or nearest(key, list(DEPLOYMENT_OPTIONS))}")
+
+
+def parse(args: Mapping[str, Any]) -> AppSettings:
+    """Validate the application's arguments.
+
+    Raises:
+        ConfigError: one line per mistake, each naming its setting.
+    """
+    try:
+        return AppSettings.model_validate(dict(args))
+    except ValidationError as error:
+        raise as_config_error(error) from None
+
+
+def resolve_path(path: str) -> str:
+    """A path in a config, made absolute: from AERIE_HOME, the working directory, or the source checkout, in that order.
+
+    `serve deploy` runs the application in another directory than its own, so the working directory alone is not
+    enough. A path that exists nowhere is returned as it is, for the engine to refuse.
+    """
+    if Path(path).is_absolute():
+        return path
+    for home in homes():
+        if (home / path).exists():
+            return str((home / path).resolve())
+    return path
+
+
+def resolve_engine_paths(config: EngineConfig) -> EngineConfig:
+    """The same config with its paths resolved on this machine."""
+    names = ("model_path", "tokenizer_path", "speculative_draft_model_path", "speculative_token_map")
+    found = {name: resolve_path(value) for name in names if (value := getattr(config, name)) is not None}
+    return config.model_copy(update=found)
+
+
+def read_yaml(path: str) -> Any:
+    """The content of a YAML file.
+
+    Raises:
+        ConfigError: it is missing or is not YAML.
+    """
+    try:
+        return yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read config {path!r}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"config {path!r} is not YAML: {error}") from None

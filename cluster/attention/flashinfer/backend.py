@@ -1,0 +1,85 @@
+"""The attention primitive with FlashInfer: what is committed and whole texts by its kernels, the window by Triton's.
+
+Its kernels that take a mask are slower, and those for latents take none. So its pass over a tree's committed tokens is
+without one, and gives the logarithms of its sums; the program of Triton attends what comes after, by the ancestors'
+bits, and puts both together. It must equal `TorchAttention`.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from cluster.attention.flashinfer.plans import Plan, Plans
+from cluster.attention.flashinfer.readers import LatentReader, PagedReader, Reader
+from cluster.attention.triton_backend import Before, TritonAttention
+from cluster.batch import HostBounds, Seen, Text, Tree
+from cluster.kernels.flashinfer.library import FlashInfer, Share
+from cluster.kv.page_table import PageTable
+from cluster.kv.pool import KVPool
+
+
+class FlashInferAttention(TritonAttention):
+    """Attends over one runner's pool. Triton's program attends whole what `shares` leave and what later runners see."""
+
+    def __init__(
+        self,
+        pool: KVPool,
+        table: PageTable,
+        heads: int,
+        sliding_windows: Sequence[int | None],
+        scale: float | None,
+        value_dim: int | None,
+        flashinfer: FlashInfer,
+        shares: Sequence[Share],
+    ) -> None:
+        """See `TorchAttention`; `shares` say of each layer what FlashInfer computes."""
+        assert pool.coded is None, "its FP8 caches have other scales than ours"
+        super().__init__(pool, table, heads, sliding_windows, scale, value_dim)
+        given = flashinfer, pool.kv, table.page_size, heads, self._scale
+        latent = pool.kv.shape[2] == 1
+        reader: Reader = LatentReader(*given, self._value_dim) if latent else PagedReader(*given)
+        self._plans = Plans(reader, table)
+        both = list(zip(shares, self._windows, strict=True))
+        self._of_trees = {window for share, window in both if share.trees}
+        self._of_texts = {window for share, window in both if share.texts}
+        self._tree: Plan | None = None
+        self._texts: dict[int, Plan | None] = {}
+
+    def prepare(self, bounds: HostBounds) -> None:
+        """A step within these bounds begins: FlashInfer plans it, outside the program."""
+        self._plans.begin(bounds)
+
+    def bind(self, seen: Seen) -> None:
+        """Use `seen` for the calls of the next forward."""
+        super().bind(seen)
+        self._tree, self._texts = None, {}
+        if seen.first:
+            return
+        if seen.tree is not None and self._of_trees:
+            self._tree = self._plans.tree(seen.tree)
+        if seen.text is not None:
+            self._texts = {window: self._plans.text(seen.text, window) for window in self._of_texts}
+
+    def _attend_tree(
+        self, given: tuple[Tensor | None, ...], tree: Tree, first: int, window: int, before: Before | None = None
+    ) -> None:
+        q, memory, *_, out = given
+        if self._tree is not None and window in self._of_trees:
+            assert q is not None and memory is not None and out is not None
+            before = self._read(self._tree, memory, q[: self._tree.rows], out, self._tree.until)
+        super()._attend_tree(given, tree, first, window, before)
+
+    def _attend_text(self, given: tuple[Tensor | None, ...], text: Text, after: int, first: int, window: int) -> None:
+        plan = self._texts.get(window)
+        if plan is None:
+            super()._attend_text(given, text, after, first, window)
+            return
+        q, memory, _, bad, sinks, out = given
+        assert q is not None and memory is not None and bad is not None and out is not None
+        out = out[after : after + plan.rows]
+        self._join(None, 0, bad[after:], sinks, self._read(plan, memory, q[after : after + plan.rows], out), out)
+
+    def _read(self, plan: Plan, memory: Tensor, q: Tensor, out: Tensor, until: Tensor | None = None) -> Before:
+        """FlashInfer's pass, whose values go to `out`, where they are put together with the rest."""
+        values = out[: plan.rows].view(plan.rows, self._heads, self._value_dim)
+        return Before(values, self._plans.reader.run(plan.wrapper, memory, q, values), until)

@@ -1,0 +1,310 @@
+"""The ranks of a gang, and the axes (groups) that they form. One rank alone needs no process group.
+
+World: `tp_size` ranks in `attn_dp` groups of `attn_tp` ranks each; rank = dp_rank * attn_tp + attn_tp_rank. Facts
+(rows of integers) travel over gloo, tensors over NCCL on GPUs and gloo on CPUs.
+"""
+
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from cluster.device.timing import HOST, EventTimer
+from cluster.distributed import nccl
+from cluster.distributed.errors import Farewell, Farewells, GangError, OutOfStepError, PeerLostError, StuckDeviceError
+from cluster.distributed.heartbeat import Herald
+from cluster.distributed.process_group import Axis, Part, added
+from cluster.distributed.progress import Clock
+from cluster.observability.logs import first_line
+
+__all__ = [
+    "Axis",
+    "GangError",
+    "Mesh",
+    "OutOfStepError",
+    "Part",
+    "PeerLostError",
+    "Rendezvous",
+    "Store",
+    "StuckDeviceError",
+    "added",
+    "join",
+    "open_store",
+    "threads_run_first",
+]
+
+logger = logging.getLogger(__name__)
+
+TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]
+PrefixStore: Any = dist.PrefixStore  # type: ignore[attr-defined]
+
+COLLECTIVE_TIMEOUT = timedelta(seconds=600)  # a last resort: the supervisor of the gang acts long before
+JOIN_TIMEOUT = timedelta(seconds=120)
+NAP = timedelta(seconds=60)
+
+
+class Rendezvous(NamedTuple):
+    """Where the ranks of a gang meet. `epoch` counts the starts of the gang."""
+
+    host: str
+    port: int
+    epoch: int = 0
+
+
+class Store:
+    """The key-value store of a gang, kept by rank 0. It listens on one address only."""
+
+    def __init__(self, tcp: Any, port: int) -> None:
+        self.tcp, self.port = tcp, port
+
+
+def open_store(host: str) -> Store:
+    """Open a store that listens on `host`, at a port that the system chooses."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.bind((host, 0))
+    listener.listen(128)
+    port: int = listener.getsockname()[1]
+    # A socket that TCPStore opens itself listens on all addresses, whatever the host given.
+    tcp = TCPStore(host, port, None, True, JOIN_TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach())
+    return Store(tcp, port)
+
+
+@dataclass(slots=True)
+class Mesh:
+    """This rank's place: the axes of the world and of its attention group, and the store of the gang.
+
+    `facts` and `attn_facts` are the same two axes over gloo; on a CPU they are `world` and `attn` themselves.
+    `position` is the (step, phase) of this rank, for other threads to read. `bell` is a second connection to the store,
+    since `sleep` blocks the first, `store`. Where devices run behind their hosts, the `herald` gives signs of life.
+    """
+
+    rank: int = 0
+    world: Axis = field(default_factory=Axis)
+    attn: Axis = field(default_factory=Axis)
+    facts: Axis = field(default_factory=Axis)
+    attn_facts: Axis = field(default_factory=Axis)
+    epoch: int = 0
+    position: tuple[int, str] = (0, "start")
+    store: Any = None
+    bell: Any = None
+    _farewells: Farewells | None = None
+    herald: Herald | None = None
+    _closed: bool = False
+
+    @property
+    def attn_dp(self) -> int:
+        """The number of attention groups."""
+        return self.world.size // self.attn.size
+
+    @property
+    def dp_rank(self) -> int:
+        """This rank's attention group."""
+        return self.rank // self.attn.size
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank schedules for its attention group."""
+        return self.attn.rank == 0
+
+    def enter(self, phase: str, step: int | None = None) -> None:
+        """Note that this rank enters a phase, of its current step or of `step`."""
+        self.position = (self.position[0] if step is None else step, phase)
+
+    def all_gather_row(self, row: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """One row of plain integers from every rank, in rank order."""
+        if self.facts.size == 1:
+            return [row]
+        every = self.facts.gather(torch.tensor([row], dtype=torch.int64), [1] * self.facts.size)
+        return [tuple(line) for line in every.tolist()]
+
+    def everyones(self, name: str, text: str) -> list[str]:
+        """Publish `text` under `name`, wait for all ranks, and return their texts in rank order."""
+        if self.store is None:
+            return [text]
+        self.store.set(f"{name}/{self.rank}", text)
+        return [self.store.get(f"{name}/{rank}").decode() for rank in range(self.world.size)]
+
+    def sleep(self, step: int) -> None:
+        """Wait, without using the CPU, until a rank calls `ring` for this step; an earlier `ring` counts.
+
+        Raises:
+            PeerLostError: the gang is gone.
+        """
+        assert self.store is not None
+        while not self._closed:
+            try:
+                self.store.wait([f"ring/{step}"], NAP)
+                return
+            except dist.DistStoreError:
+                continue
+            except RuntimeError as error:
+                raise PeerLostError(f"rank 0 is gone: {first_line(error)}", 0, step, "asleep") from error
+
+    def ring(self, step: int) -> None:
+        """Wake every rank that sleeps at `step`; any thread may call this."""
+        if self.bell is not None and not self._closed:
+            try:
+                self.bell.set(f"ring/{step}", "1")
+            except RuntimeError:
+                return  # rank 0 is gone; sleeping ranks notice it themselves
+
+    def forget(self, step: int) -> None:
+        """Delete the key of `ring` for an earlier step, from which every rank has long woken."""
+        if self.rank == 0 and step >= 0 and self.bell is not None:
+            self.bell.delete_key(f"ring/{step}")
+
+    def proclaim(self, store: Any) -> None:
+        """Give signs of life to the peers from now on, and hear theirs, over a connection to the store of its own."""
+        assert self._farewells is not None, "a rank alone has no peers"
+        clock, group = self.world.clock, self.facts.group
+        self.herald = Herald(PrefixStore("farewells", store), self._farewells, clock, lambda: self.position, group)
+        self.herald.start()
+
+    def explain(self, cause: str) -> PeerLostError:
+        """The error to raise for `cause`, which a peer that left has brought about; waits a moment for the others'
+        reasons. A rank that only noticed says so, and one that says nothing is dead.
+        """
+        assert self._farewells is not None, "a rank alone has no peers"
+        return self._farewells.explain(cause, *self.position, None if self.herald is None else self.herald.fresh)
+
+    def loss(self, error: RuntimeError, *, in_collective: bool = False) -> PeerLostError | None:
+        """What an error means that a step ran into, `in_collective` if there; None: it is this rank's own.
+
+        A device tells with its next call of what a peer that left has done to a collective under way, so there it is a
+        peer's fault if one has left for a reason, or is dead.
+        """
+        if self.world.size == 1:
+            return None
+        if nccl.of_device(error) and self._farewells is not None:
+            return self._farewells.bereaved(*self.position)
+        if isinstance(error, torch.OutOfMemoryError) or not (in_collective or nccl.of_collectives(error)):
+            return None
+        return self.explain(first_line(error) + nccl.advice(str(error)))
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """An error of this block that a peer has brought about is raised as the loss of that peer."""
+        try:
+            yield
+        except GangError:
+            raise
+        except RuntimeError as error:
+            lost = self.loss(error)
+            if lost is None:
+                raise
+            raise lost from error
+
+    def say(self, farewell: Farewell) -> None:
+        """Tell the peers why this rank leaves; the first farewell stays."""
+        if self._farewells is not None:
+            self._farewells.say(farewell)
+
+    def close(self, reason: str = "", drop: Callable[[], object] = lambda: None) -> None:
+        """Leave the gang: peers that wait for this rank get an error at once, and can read `reason`. `drop` lets go of
+        the graphs that hold collectives.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if self.herald is not None:
+            self.herald.stop()
+        if reason or self.herald is not None:
+            self.say(Farewell(self.rank if reason else None, reason))
+        if self.world.size > 1 and dist.is_initialized():
+            self._abort(drop)
+
+    def _abort(self, drop: Callable[[], object]) -> None:
+        """End the process groups. Aborting, unlike destroying, also releases a thread that waits in a collective."""
+        axes = (self.world, self.attn, self.facts, self.attn_facts)
+        own = [axis.group for axis in axes[:2] if axis.group is not None and axis.direct]
+        if nccl.abort(own, drop):
+            dist.distributed_c10d._abort_process_group()
+        else:  # torch would wait for them, up to the timeout of the group
+            logger.error("rank %d: NCCL does not end its communicators; the end of the process will", self.rank)
+            nccl.abort([axis.group for axis in axes[2:] if axis.group is not None])
+        for axis in axes:
+            axis.leave()
+
+
+def join(
+    rank: int, world: int, attn_dp: int, rendezvous: Rendezvous, device: torch.device, store: Store | None
+) -> Mesh:
+    """Meet the other ranks; returns once all have joined. Rank 0 passes the `store` that it opened.
+
+    Raises:
+        ConfigError: the environment has torch supervise NCCL in its own way.
+        PeerLostError: a rank did not join.
+    """
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "0")
+    if device.type == "cuda":
+        nccl.settle(os.environ)
+    try:
+        tcp = store.tcp if store is not None else _client(rendezvous)
+        prefix = PrefixStore(f"epoch/{rendezvous.epoch}", tcp)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        attn_tp = world // attn_dp
+        groups = [list(range(g * attn_tp, (g + 1) * attn_tp)) for g in range(attn_dp)]
+        with threads_run_first():
+            dist.init_process_group("gloo", store=prefix, rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT)
+            facts, attn_facts = _axes(rank, world, groups, "gloo", Clock())
+        axes = (facts, attn_facts)
+        if device.type == "cuda":
+            axes = _axes(rank, world, groups, "nccl", facts.clock, device)
+            nccl.warm(axes, device)
+        tcp, bell = _client(rendezvous), _client(rendezvous)
+    except RuntimeError as error:
+        why = first_line(error) + nccl.advice(str(error))
+        raise PeerLostError(f"the ranks did not meet: {why}", None, 0, "join") from error
+    farewells = Farewells(PrefixStore("farewells", bell), rank, world)
+    mesh = Mesh(rank, *axes, facts, attn_facts, rendezvous.epoch, (0, "join"), tcp, bell, farewells)
+    if device.type == "cuda":
+        mesh.proclaim(_client(rendezvous))
+    return mesh
+
+
+@contextmanager
+def threads_run_first() -> Iterator[None]:
+    """Give the threads that are started in this block real-time priority, where the system allows it (CAP_SYS_NICE).
+
+    gloo's threads hardly compute, but other ranks wait for what they carry. On a host with as many ranks as cores, each
+    would wait for a computing thread's time slice to end: up to 4 ms, several times a step.
+    """
+    try:
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+    except (AttributeError, OSError):
+        yield
+        return
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
+def _client(rendezvous: Rendezvous) -> Any:
+    return TCPStore(rendezvous.host, rendezvous.port, None, False, JOIN_TIMEOUT, wait_for_workers=False)
+
+
+def _axes(
+    rank: int, world: int, groups: list[list[int]], backend: str, clock: Clock, device: torch.device | None = None
+) -> tuple[Axis, Axis]:
+    """The axes of the world and of this rank's attention group; every rank makes all groups, in the same order. With a
+    `device` communicators are made at once, not with the first collective.
+    """
+    direct = backend == "nccl"
+    timer = EventTimer(device or torch.device("cuda")) if direct else HOST
+    given: dict[str, Any] = {"backend": backend, "timeout": COLLECTIVE_TIMEOUT, "device_id": device}
+    whole = Axis(rank, world, dist.new_group(**given), direct, clock, timer)
+    attn_tp = len(groups[0])
+    if attn_tp == 1:
+        return whole, Axis(clock=clock)
+    made = [dist.new_group(ranks, **given) for ranks in groups]
+    return whole, Axis(rank % attn_tp, attn_tp, made[rank // attn_tp], direct, clock, timer)

@@ -1,0 +1,39 @@
+"""The setting `one_shot_all_reduce`: who may have it, and its kernels, held to their twin before the first step."""
+
+from functools import partial
+
+import torch
+
+from cluster.config import ConfigError, EngineConfig
+from cluster.distributed.mesh import Mesh
+from cluster.distributed.one_shot_all_reduce import OneShot, hold_to_twin
+
+
+def refuse_summing(config: EngineConfig, device: torch.device) -> None:
+    """Raises ConfigError where the setting would change nothing, or cannot be had."""
+    if config.one_shot_all_reduce and device.type != "cuda":
+        raise ConfigError(f"one_shot_all_reduce reads the memory of other GPUs, and device is {device.type}; unset it")
+    if config.one_shot_all_reduce and config.tp_size == 1:
+        raise ConfigError("one_shot_all_reduce needs several ranks, and tp_size is 1; unset it")
+
+
+def sum_in_one_shot(config: EngineConfig, mesh: Mesh, device: torch.device) -> None:
+    """Have the axes of a mesh sum few rows in one kernel, if the setting says so; all ranks call this.
+
+    Raises:
+        ConfigError: the GPUs cannot read each other's memory, or what the kernel gives is not what its twin gives.
+    """
+    if not config.one_shot_all_reduce:
+        return
+    for axis in (mesh.world, mesh.attn):
+        if axis.size == 1:
+            continue
+        try:
+            one_shot = OneShot(axis.group, axis.size, device)
+            ones = [1] * axis.size
+            hold_to_twin(one_shot, axis.rank, axis.all_reduce, partial(axis.gather, counts=ones), device)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"one_shot_all_reduce cannot be had among {axis.size} ranks: {error}; unset it"
+            ) from error
+        axis.one_shot = one_shot

@@ -1,0 +1,1 @@
+"""What is used of the FlashInfer library, and what its wrappers launch."""

@@ -1,0 +1,16 @@
+"""The kernels beside FlashInfer's attention: Triton's."""
+
+from cluster.kernels.flashinfer.library import VERSION, FlashInfer
+from cluster.kernels.triton_kernels import TritonKernels
+
+
+class FlashInferKernels(TritonKernels):
+    """`Kernels` by Triton, with FlashInfer for attention."""
+
+    name = "flashinfer"
+
+    def __init__(self, flashinfer: FlashInfer) -> None:
+        super().__init__()
+        self.flashinfer = flashinfer
+        self.about = f"{self.about}; attention by FlashInfer {VERSION}, {flashinfer.variant}"
+        self.digits = f"flashinfer {VERSION}, {flashinfer.variant}"

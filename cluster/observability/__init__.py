@@ -1,0 +1,1 @@
+"""Metrics, their Prometheus page, logs, and the predicted times of steps."""

@@ -1,0 +1,296 @@
+"""One log for a whole server: each of its processes appends whole lines to the same file, one file per machine.
+
+A line has its time (UTC), level, logger and, where there are such, the rank of the process and the id of the request
+that it is about; as `json` it is one object with the same. Aerie's own loggers write INFO and above, those of other
+libraries WARNING and above. The file outlives the server. Ray is not imported here.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import re
+import stat
+import sys
+import time
+from contextlib import suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from cluster.config import ConfigError
+from cluster.paths.cache_folder import cache_folder
+
+LogFormat = Literal["text", "json"]
+
+FOLDER = "logs"  # in `cache_folder()`
+LIMIT_BYTES = 64 << 20  # of one file; then it is renamed to FILE.1, replacing an older FILE.1
+KEPT_LOGS = 20  # of the latest servers, in the default folder
+OURS = "cluster"
+SERVE = "ray.serve"  # Serve's logger; in a replica neither it nor Ray's above it propagates to the root
+
+request_id: ContextVar[str] = ContextVar("request_id", default="")
+"""The id of the request that the present task serves; empty outside of one."""
+
+_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029]")
+_installed: list[tuple[logging.Logger, logging.Handler]] = []
+
+
+@dataclass(frozen=True, slots=True)
+class LogSettings:
+    """Where the log is (an absolute path), and in which format."""
+
+    path: str
+    format: LogFormat = "text"
+
+
+def default_path(name: str) -> Path:
+    """The log of that name in the default folder.
+
+    Raises:
+        ConfigError: there is no folder for it.
+    """
+    return cache_folder() / FOLDER / f"{name}.log"
+
+
+def drop_old(folder: Path, keep: int = KEPT_LOGS) -> None:
+    """Remove all but the latest logs of `aerie serve` in a folder; files with other names stay."""
+    logs: list[tuple[float, Path]] = []
+    for path in folder.glob("serve-*.log*"):
+        with suppress(OSError):  # another server that starts may remove it
+            logs.append((path.stat().st_mtime, path))
+    for _, path in sorted(logs, reverse=True)[keep:]:
+        with suppress(OSError):
+            path.unlink()
+
+
+def configure(settings: LogSettings, *, rank: int | None = None, to_stderr: bool = True) -> None:
+    """Let this process write to the log. A second call replaces what the first has set.
+
+    With `to_stderr`, warnings are also written to stderr; of Ray's processes that is a file of Ray's, one per process.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    try:
+        handlers: list[logging.Handler] = [SharedFile(settings.path)]
+    except OSError as error:
+        raise ConfigError(f"log_file {settings.path!r} cannot be written: {error.strerror}; set log_file") from None
+    if to_stderr:
+        handlers.append(logging.StreamHandler(sys.stderr))
+        handlers[1].setLevel(logging.WARNING)
+    for logger, old in _installed:
+        logger.removeHandler(old)
+        old.close()
+    _installed.clear()
+    formatter = (JsonLines if settings.format == "json" else TextLines)(rank)
+    for handler in handlers:
+        handler.setFormatter(formatter)
+        handler.addFilter(_wanted)
+        _installed.append((logging.getLogger(), handler))
+    if (last := _last_logger(SERVE)) is not logging.getLogger():
+        _installed.append((last, Relay(handlers[0])))
+    for logger, handler in _installed:
+        logger.addHandler(handler)
+    logging.getLogger(OURS).setLevel(logging.INFO)
+
+
+def _last_logger(name: str) -> logging.Logger:
+    """The last logger that a record logged under `name` reaches: the root, unless one on the way does not propagate."""
+    logger = logging.getLogger(name)
+    while logger.propagate and logger.parent is not None:
+        logger = logger.parent
+    return logger
+
+
+def _wanted(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.WARNING or record.name.partition(".")[0] == OURS
+
+
+class Relay(logging.Handler):
+    """Passes the records of a logger on to a handler of another logger, with that handler's filters and format.
+
+    The log's own handler cannot be on Ray's loggers: `ray.init` gives each of their handlers a format of Ray's.
+    """
+
+    def __init__(self, target: logging.Handler) -> None:
+        super().__init__()
+        self._target = target
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Pass one record on."""
+        self._target.handle(record)
+
+
+class SharedFile(logging.Handler):
+    """Appends each line with one write, so that lines of several processes do not mix; rotates at a size limit.
+
+    Only the owner may read the file: it does not hold prompts, but the ids and sizes of requests.
+    """
+
+    def __init__(self, path: str, limit_bytes: int = LIMIT_BYTES) -> None:
+        """Raises OSError where the file cannot be opened."""
+        super().__init__()
+        self._path = path
+        self._limit = limit_bytes
+        Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._file = self._open()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the record's line, or nothing once closed; `logging` reports a failure on stderr."""
+        if self._file < 0:
+            return
+        try:
+            line = (self.format(record) + "\n").encode(errors="backslashreplace")
+            if not self._is_current():
+                old, self._file = self._file, self._open()
+                os.close(old)
+            os.write(self._file, line)
+            self._rotate()
+        except Exception:
+            self.handleError(record)
+
+    def close(self) -> None:
+        """Close the file, once: at a second call its descriptor may already belong to another file."""
+        self.acquire()
+        try:
+            old, self._file = self._file, -1
+            if old >= 0:
+                os.close(old)
+        finally:
+            self.release()
+        super().close()
+
+    def _open(self) -> int:
+        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def _is_current(self) -> bool:
+        """Whether the open file is still the one of that name: another process may have begun a new one."""
+        try:
+            named = Path(self._path).stat()
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(named, os.fstat(self._file))
+
+    def _rotate(self) -> None:
+        facts = os.fstat(self._file)
+        if facts.st_size < self._limit or not stat.S_ISREG(facts.st_mode):
+            return
+        fcntl.flock(self._file, fcntl.LOCK_EX)  # or two that see the limit at once would rename the new file too
+        try:
+            if self._is_current():
+                Path(self._path).replace(f"{self._path}.1")
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+
+class TextLines(logging.Formatter):
+    """`TIME LEVEL LOGGER [rank R] [request ID] message`; further lines of a message or traceback are indented."""
+
+    def __init__(self, rank: int | None = None) -> None:
+        super().__init__()
+        self._rank = rank
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One record, with its control characters escaped: they may come from outside."""
+        words = [_time(record), record.levelname, record.name]
+        if self._rank is not None:
+            words.append(f"[rank {self._rank}]")
+        if request := request_id.get():
+            words.append(f"[request {request}]")
+        words.append(record.getMessage())
+        if fields := getattr(record, "fields", None):
+            words += [f"{name}={value}" for name, value in fields.items() if value is not None]
+        text = " ".join(words)
+        if record.exc_info:
+            text += "\n" + self.formatException(record.exc_info)
+        return _CONTROL.sub(lambda found: repr(found.group())[1:-1], text).replace("\n", "\n    ")
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line: time, level, logger, message and, where they are known, rank, request_id, exception.
+
+    The `fields` of a record are added as keys of their own.
+    """
+
+    def __init__(self, rank: int | None = None) -> None:
+        super().__init__()
+        self._rank = rank
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One record."""
+        data: dict[str, Any] = {
+            "time": _time(record),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if self._rank is not None:
+            data["rank"] = self._rank
+        if request := request_id.get():
+            data["request_id"] = request
+        if record.exc_info:
+            data["exception"] = self.formatException(record.exc_info)
+        data |= getattr(record, "fields", {})
+        return json.dumps(data)
+
+
+def _time(record: logging.LogRecord) -> str:
+    """The time of a record in UTC. All of it is from `created`: Ray's record factory changes that, and not `msecs`."""
+    seconds, milliseconds = divmod(int(record.created * 1000), 1000)
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{milliseconds:03d}Z"
+
+
+def level_and_logger(line: str) -> tuple[int, str]:
+    """The level and the logger of a log line in either format; 0 and an empty string for a continuation line."""
+    if line.startswith("{"):
+        try:
+            data = json.loads(line)
+            words = ["", data["level"], data["logger"]]
+        except (ValueError, KeyError):
+            return 0, ""
+    else:
+        words = line.split(" ", 3)
+    level = logging.getLevelNamesMapping().get(words[1], 0) if len(words) > 2 else 0
+    return level, words[2] if level else ""
+
+
+class Follower:
+    """Reads what is appended to a log after this object was made."""
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+        self._inode, self._at = self._state()
+        self._rest = ""
+
+    def _state(self) -> tuple[int, int]:
+        try:
+            facts = self._path.stat()
+        except OSError:
+            return 0, 0
+        return facts.st_ino, facts.st_size
+
+    def lines(self) -> list[str]:
+        """The whole lines since the call before; what was written just before a rotation is missed."""
+        try:
+            with self._path.open("rb") as file:
+                facts = os.fstat(file.fileno())
+                if facts.st_ino != self._inode:
+                    self._inode, self._at, self._rest = facts.st_ino, 0, ""
+                file.seek(self._at)
+                data = file.read(max(0, facts.st_size - self._at))
+        except FileNotFoundError:  # it was rotated, and no process has begun the next one
+            self._inode, self._at, self._rest = 0, 0, ""
+            return []
+        except OSError:
+            return []
+        self._at += len(data)
+        *whole, self._rest = (self._rest + data.decode(errors="replace")).split("\n")
+        return whole
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, at most 300 characters of it, or its type where it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__

@@ -1,0 +1,373 @@
+"""Every metric, declared once, and how a process fills them; `cluster.observability.exposition` makes a page of them.
+
+A rank fills `EngineMetrics` once per step, a REST replica fills `ServingMetrics` once per chunk. Each serialises its
+registry to JSON, and `merge` adds the samples of all ranks and replicas, so `/metrics` is the same on every replica.
+Only sums are exported, never ratios: a reader divides after adding. Where its labels are known in advance, a series is
+exported at 0 before its first event, because Prometheus sees no increase in a series whose first sample is 1.
+"""
+
+import importlib.metadata
+import platform
+import time
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from cluster import __version__
+from cluster.observability.exposition import ProcessFacts, serialize
+from cluster.observability.exposition import merge as merge
+from cluster.request import FinishReason
+from cluster.status import EngineStatus
+
+Outcome = Literal["stop", "length", "abort", "error", "overloaded", "invalid"]
+OUTCOMES: tuple[Outcome, ...] = ("stop", "length", "abort", "error", "overloaded", "invalid")
+REPLAY = "replay"
+DEVICE_PHASES = ("draft", "target", "extend")  # of a step that is launched call by call; a replay is one phase
+PHASES = ("schedule", "agree", *DEVICE_PHASES, REPLAY, "commit")
+PAGE_STATES = ("free", "used", "cached")
+LOSS_KINDS = ("died", "frozen", "failed", "out_of_step")  # those of `cluster.actors.messages.LossKind`
+# the usual statuses of routes; a series for any other appears with its first response
+STATUSES = (200, 400, 401, 403, 404, 408, 413, 415, 499, 500, 503)
+
+
+def _version(package: str) -> str:
+    """The version of a package, without importing it; empty where it is not installed, as Ray may not be."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+BUILD = {
+    "version": __version__,
+    "torch": _version("torch"),
+    "ray": _version("ray"),
+    "python": platform.python_version(),
+}
+
+_MS = 0.001
+PHASE_BUCKETS = tuple(_MS * t for t in (0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096))
+ITL_BUCKETS = (*(_MS * t for t in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512)), 1, 2.5, 10, 30, 60)
+TTFT_BUCKETS = (*(_MS * t for t in (1, 5, 10, 20, 40, 60, 80, 100, 250, 500, 750)), 1, 2.5, 5, 10, 20, 40, 60)
+TTFT_BUCKETS += (120, 240, 480, 960)
+E2E_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 240.0, 480.0, 960.0)
+RESTART_BUCKETS = (0.5, 1.0, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
+TOKEN_BUCKETS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
+ACCEPT_LEN_BUCKETS = tuple(float(n) for n in range(1, 18))  # a tree has at most 16 levels, and the bonus is included
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """What one step of one rank did, in plain values; the engine fills one per step.
+
+    Counts and seconds are of this step and are added up; `forward_seconds` is time inside model forwards, waiting for
+    peers included, and 0 where a step is replayed. `status` is the state after it and replaces the last one.
+    `accept_lens` has one entry per request that verified a tree, bonus included; `accepted_by_depth[i]` counts those
+    whose accepted path reached depth i + 1, so its sum is the number of accepted draft tokens.
+    """
+
+    phase_seconds: dict[str, float] = field(default_factory=dict)
+    waited_seconds: float = 0.0
+    own_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    decode_requests: int = 0
+    prompt_rows: int = 0
+    padded_rows: int = 0
+    target_rows: int = 0
+    accept_lens: list[int] = field(default_factory=list)
+    accepted_by_depth: list[int] = field(default_factory=list)
+    drafts: int = 0
+    verified_nodes: int = 0
+    committed_tokens: int = 0
+    cached_tokens: int = 0
+    prompt_tokens: int = 0
+    admitted: int = 0
+    retracted: int = 0
+    nonfinite: int = 0
+    launched_anew: int = 0
+    rank: int = 0
+    status: EngineStatus = field(default_factory=EngineStatus)
+
+    @property
+    def device_phases(self) -> dict[str, float]:
+        """Seconds of the phases that the device ran: draft, target and extend of a step that was launched call by call,
+        or replay alone of a step that was replayed as one captured program.
+        """
+        return {name: self.phase_seconds[name] for name in (*DEVICE_PHASES, REPLAY) if name in self.phase_seconds}
+
+    @property
+    def replayed(self) -> bool:
+        """Whether the step was replayed as one captured program, so that its device phases cannot be told apart."""
+        return REPLAY in self.phase_seconds
+
+
+class BulkHistogram(Histogram):
+    """A histogram that takes many values at about the price of one."""
+
+    def add(self, value: float, count: int = 1) -> None:
+        """Observe `value` `count` times."""
+        self._sum.inc(value * count)
+        self._buckets[bisect_left(self._upper_bounds, value)].inc(count)
+
+    def add_all(self, values: list[int]) -> None:
+        """Observe each of a list of values that repeat often."""
+        self._sum.inc(sum(values))
+        for value in set(values):
+            self._buckets[bisect_left(self._upper_bounds, value)].inc(values.count(value))
+
+
+class EngineMetrics:
+    """The instruments of one rank. The step loop alone writes; any thread may serialise."""
+
+    def __init__(
+        self, registry: CollectorRegistry | None = None, *, model_name: str, rank: int = 0, depths: int = 0
+    ) -> None:
+        """`depths` are the levels of the draft's trees, 0 without speculation."""
+        self.registry = registry if registry is not None else CollectorRegistry()
+        self.rank = rank
+        names = ("model_name", "rank")
+        own = {"model_name": model_name, "rank": str(rank)}
+
+        def counter(name: str, text: str, *extra: str) -> Counter:
+            return Counter(name, text, (*names, *extra), registry=self.registry)
+
+        def gauge(name: str, text: str, *extra: str) -> Gauge:
+            return Gauge(name, text, (*names, *extra), registry=self.registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...], *extra: str) -> BulkHistogram:
+            return BulkHistogram(name, text, (*names, *extra), buckets=buckets, registry=self.registry)
+
+        phase = histogram("aerie_step_phase_seconds", "Time of one phase of one step", PHASE_BUCKETS, "phase")
+        pages = gauge("aerie_kv_pages", "KV pages by state; the three add up to the pool", "state")
+        accept = histogram("aerie_accept_length", "Tokens committed per tree, bonus included", ACCEPT_LEN_BUCKETS)
+        self._depth = counter("aerie_accepted_by_depth", "Draft tokens accepted at a depth of the tree", "depth")
+        self._own = own
+        self._depths = [self._depth.labels(**own, depth=str(level + 1)) for level in range(depths)]
+        self.registry.register(ProcessFacts({**own, "process": "rank"}))
+        self._phases = {name: phase.labels(**own, phase=name) for name in PHASES}
+        self._accept = accept.labels(**own)
+        self._steps = counter("aerie_steps", "Steps taken").labels(**own)
+        sums = {
+            "own_seconds": ("aerie_own_seconds", "Time of steps outside collectives; greatest on a slow rank"),
+            "waited_seconds": ("aerie_wait_seconds", "Time spent in collectives, waiting for peers"),
+            "decode_requests": ("aerie_decode_requests", "Decoding requests, summed over steps"),
+            "prompt_rows": ("aerie_prompt_rows", "Prompt rows computed"),
+            "padded_rows": ("aerie_padded_rows", "Padding rows, computed to reach the planned size"),
+            "target_rows": ("aerie_target_rows", "Rows of the target phase that belong to requests"),
+            "drafts": ("aerie_drafts", "Trees verified"),
+            "verified_nodes": ("aerie_verified_nodes", "Tree nodes verified, roots not counted"),
+            "committed_tokens": ("aerie_generated_tokens", "Tokens committed to requests"),
+            "cached_tokens": ("aerie_cached_tokens", "Prompt tokens found in KV pages, cached or of running requests"),
+            "prompt_tokens": ("aerie_prompt_tokens", "Prompt tokens of admitted requests, cached ones included"),
+            "admitted": ("aerie_admitted_requests", "Requests admitted, each counted once"),
+            "retracted": ("aerie_retractions", "Requests sent back to the queue because pages ran out"),
+            "nonfinite": ("aerie_nonfinite_requests", "Requests that ended because their logits were not finite"),
+            "launched_anew": ("aerie_launched_anew", "Steps not replayed, as a plan was unlike the captured one"),
+        }
+        states = {
+            "running": ("aerie_running_requests", "Requests that hold slots"),
+            "waiting": ("aerie_waiting_requests", "Requests queued for slots"),
+            "queued_tokens": ("aerie_queued_tokens", "Prompt tokens not yet computed, of requests queued and running"),
+        }
+        ended = counter("aerie_finished_requests", "Requests that ended at a rank, by reason", "finished_reason")
+        self._finished = {reason: ended.labels(**own, finished_reason=reason) for reason in get_args(FinishReason)}
+        stages = {
+            "aerie_queue_seconds": "Submission to a rank to first admission to a step",
+            "aerie_prefill_seconds": "First admission to first token",
+            "aerie_decode_seconds": "First token to last token",
+        }
+        self._stages = [histogram(name, text, E2E_BUCKETS).labels(**own) for name, text in stages.items()]
+        self._sums = [(name, counter(*spec).labels(**own)) for name, spec in sums.items()]
+        self._accepted = counter("aerie_accepted_draft_tokens", "Draft tokens accepted").labels(**own)
+        self._latest = EngineStatus()
+        for name, spec in states.items():
+            self._follow(gauge(*spec).labels(**own), name)
+        for state in PAGE_STATES:
+            self._follow(pages.labels(**own, state=state), f"pages_{state}")
+
+    def _follow(self, gauge: Gauge, name: str) -> None:
+        """Let a gauge read its value from the latest status, so that a step pays nothing for it."""
+        gauge.set_function(lambda: float(getattr(self._latest, name)))
+
+    def observe_step(self, stats: StepStats) -> None:
+        """Add one step.
+
+        Raises:
+            ValueError: the stats are of another rank.
+            KeyError: a phase that is not in `PHASES`.
+        """
+        if stats.rank != self.rank:
+            raise ValueError(f"stats of rank {stats.rank} given to the metrics of rank {self.rank}")
+        self._steps.inc()
+        for phase, seconds in stats.phase_seconds.items():
+            self._phases[phase].add(seconds)
+        for name, counter in self._sums:
+            if amount := getattr(stats, name):
+                counter.inc(amount)
+        if stats.accept_lens:
+            self._accept.add_all(stats.accept_lens)
+            self._accepted.inc(sum(stats.accepted_by_depth))
+        for depth, count in enumerate(stats.accepted_by_depth):
+            if depth == len(self._depths):
+                self._depths.append(self._depth.labels(**self._own, depth=str(depth + 1)))
+            if count:
+                self._depths[depth].inc(count)
+        self._latest = stats.status
+
+    def on_finished(
+        self, reason: FinishReason, queue_s: float | None, prefill_s: float | None, decode_s: float | None
+    ) -> None:
+        """Count a request that ended, with the seconds that it was queued, in prefill and decoding; None for a stage
+        that it has not left behind.
+        """
+        self._finished[reason].inc()
+        for stage, seconds in zip(self._stages, (queue_s, prefill_s, decode_s), strict=True):
+            if seconds is not None:
+                stage.add(seconds)
+
+    def serialize(self) -> bytes:
+        """All series of this rank as JSON, for `merge`."""
+        return serialize(self.registry)
+
+
+class ServingMetrics:
+    """The instruments of one Serve replica: its requests and answers, and the losses of its gang.
+
+    Each sample of a call is a request with its own `RequestTimer`.
+    """
+
+    def __init__(self, registry: CollectorRegistry | None = None, *, model_name: str, replica: str = "") -> None:
+        self.registry = registry if registry is not None else CollectorRegistry()
+        self._served_as, self._replica = model_name, replica
+        names = ("model_name",)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> BulkHistogram:
+            made = BulkHistogram(name, text, names, buckets=buckets, registry=self.registry)
+            return made.labels(model_name=model_name)
+
+        requests = Counter("aerie_requests", "Requests ended, by outcome", (*names, "outcome"), registry=self.registry)
+        self.outcomes = {name: requests.labels(model_name=model_name, outcome=name) for name in OUTCOMES}
+        open_ = Gauge(
+            "aerie_open_requests", "Requests at REST replicas, by state", (*names, "state"), registry=self.registry
+        )
+        self.waiting = open_.labels(model_name=model_name, state="waiting")
+        self.streaming = open_.labels(model_name=model_name, state="streaming")
+        self.ttft = histogram("aerie_ttft_seconds", "Arrival to first token", TTFT_BUCKETS)
+        self.itl = histogram("aerie_itl_seconds", "Time per token after the first", ITL_BUCKETS)
+        self.e2e = histogram("aerie_e2e_seconds", "Arrival to the end of the request", E2E_BUCKETS)
+        self.prompt_tokens = histogram("aerie_request_prompt_tokens", "Prompt tokens of a request", TOKEN_BUCKETS)
+        self.generation_tokens = histogram("aerie_request_generation_tokens", "Tokens sent", TOKEN_BUCKETS)
+        self._losses = Counter(
+            "aerie_rank_losses",
+            "Times that a gang was lost, by the rank to blame",
+            (*names, "rank", "kind"),
+            registry=self.registry,
+        )
+        self._responses = Counter(
+            "aerie_http_responses",
+            "Responses begun, by route and HTTP status; 499: the client left before",
+            (*names, "route", "status"),
+            registry=self.registry,
+        )
+        builds = Gauge(
+            "aerie_build_info", "Always 1; the labels are versions", (*names, *BUILD), registry=self.registry
+        )
+        builds.labels(model_name=model_name, **BUILD).set(1)
+        self.registry.register(ProcessFacts({"model_name": model_name, "rank": "", "process": "replica"}))
+        restarts = Counter("aerie_gang_restarts", "Gangs that served again after a loss", names, registry=self.registry)
+        self._restarts = restarts.labels(model_name=model_name)
+        self._restart_seconds = histogram("aerie_gang_restart_seconds", "Loss to serving again", RESTART_BUCKETS)
+        resumed = Counter(
+            "aerie_resumed_streams", "Streams submitted again after a loss", names, registry=self.registry
+        )
+        self._resumed = resumed.labels(model_name=model_name)
+
+    def expect_ranks(self, world: int) -> None:
+        """Create the series of losses for a gang of `world` ranks, at 0."""
+        for rank in range(world):
+            for kind in LOSS_KINDS:
+                self._losses.labels(model_name=self._served_as, rank=str(rank), kind=kind)
+
+    def on_loss(self, rank: int, kind: str) -> None:
+        """Count the loss of the gang, with the rank to blame."""
+        self._losses.labels(model_name=self._served_as, rank=str(rank), kind=kind).inc()
+
+    def expect_routes(self, routes: Iterable[str]) -> None:
+        """Create the series of responses for these routes and the usual statuses, at 0."""
+        for route in routes:
+            for status in STATUSES:
+                self._responses.labels(model_name=self._served_as, route=route, status=str(status))
+
+    def on_response(self, route: str, status: int, times: int = 1) -> None:
+        """Count a response that began; `route` is the path as declared, never the one in the request."""
+        self._responses.labels(model_name=self._served_as, route=route, status=str(status)).inc(times)
+
+    def on_restart(self, seconds: float) -> None:
+        """Count a gang that serves again, `seconds` after the loss was noticed."""
+        self._restarts.inc()
+        self._restart_seconds.add(seconds)
+
+    def on_resumed(self) -> None:
+        """Count a stream that was submitted again, with the tokens that its client already has."""
+        self._resumed.inc()
+
+    def on_start(self, now: float | None = None) -> "RequestTimer":
+        """The timer of an admitted request, to be told about every chunk and about the end."""
+        return RequestTimer(self, time.perf_counter() if now is None else now)
+
+    def on_refused(self, outcome: Literal["overloaded", "invalid"], times: int = 1) -> None:
+        """Count requests refused before they started: the queue is full (503), or they cannot be served (4xx)."""
+        self.outcomes[outcome].inc(times)
+
+    def serialize(self) -> bytes:
+        """All series of this replica as JSON, for `merge`, with the model's served name and the replica's id."""
+        return serialize(self.registry, self._served_as, self._replica)
+
+
+class RequestTimer:
+    """Measures one request with `time.perf_counter`; a caller may give the time as `now` instead."""
+
+    __slots__ = ("_arrived", "_last", "_metrics", "first_token_s", "outcome", "tokens")
+
+    def __init__(self, metrics: ServingMetrics, now: float) -> None:
+        self._metrics = metrics
+        self._arrived = now
+        self._last: float | None = None
+        self.tokens = 0
+        self.first_token_s: float | None = None  # since arrival
+        self.outcome: Outcome | None = None  # None while the request is open
+        metrics.waiting.inc()
+
+    def on_tokens(self, count: int, now: float | None = None) -> None:
+        """A chunk of `count` tokens arrived; all but those of the first share the time since the one before equally."""
+        if count <= 0 or self.outcome is not None:
+            return
+        now = time.perf_counter() if now is None else now
+        if self._last is None:
+            self.first_token_s = now - self._arrived
+            self._metrics.ttft.add(self.first_token_s)
+            self._metrics.waiting.dec()
+            self._metrics.streaming.inc()
+            if count > 1:
+                self._metrics.itl.add(0.0, count - 1)
+        else:
+            self._metrics.itl.add((now - self._last) / count, count)
+        self._last = now
+        self.tokens += count
+
+    def on_finish(self, outcome: Outcome, prompt_tokens: int, now: float | None = None) -> None:
+        """The request ended; later calls change nothing, so an abort may race with the end."""
+        if self.outcome is not None:
+            return
+        self.outcome = outcome
+        metrics = self._metrics
+        (metrics.waiting if self._last is None else metrics.streaming).dec()
+        metrics.outcomes[outcome].inc()
+        if outcome in ("overloaded", "invalid"):  # refused at once: its short time is no latency of the service
+            return
+        metrics.e2e.add((time.perf_counter() if now is None else now) - self._arrived)
+        metrics.prompt_tokens.add(prompt_tokens)
+        metrics.generation_tokens.add(self.tokens)

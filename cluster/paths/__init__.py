@@ -1,0 +1,1 @@
+"""Folders on this machine: the source checkout and the cache."""

@@ -1,0 +1,50 @@
+"""Sampling parameters of all requests, on the device."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from cluster.batch import Sampling, SamplingBatch
+from cluster.device.staging import Staging, bits_of
+from cluster.request import GREEDY_BELOW
+from cluster.sampling.noise import at_least_float32
+
+
+class SamplingTable:
+    """Sampling parameters by request row, on the device, so that a step gathers instead of building."""
+
+    def __init__(self, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        dtype = at_least_float32(dtype)
+        self._floats = torch.zeros(rows, 4, dtype=dtype, device=device)
+        self._floats[:, 0] = 1.0
+        self._floats[:, 2] = 1.0
+        self._ints = torch.zeros(rows, 2, dtype=torch.int64, device=device)
+
+    @staticmethod
+    def stage(samplings: Iterable[Sampling], staging: Staging) -> None:
+        """Put the parameters of admitted requests on their way; `put` writes them where they arrive."""
+        rows: list[int] = []
+        ints: list[int] = []
+        floats: list[float] = []
+        for s in samplings:
+            greedy = s.temperature < GREEDY_BELOW
+            rows.append(s.row)
+            ints += (0 if greedy else s.top_k, s.seed)
+            floats += (1.0, 0.0, 1.0, 0.0) if greedy else (1.0 / s.temperature, 1.0, s.top_p, s.min_p)
+        staging.add("sampling rows", rows)
+        staging.add("sampling ints", ints)
+        staging.add("sampling floats", map(bits_of, floats))
+
+    def put(self, sent: Mapping[str, Tensor]) -> None:
+        """Write the parameters that `stage` sent."""
+        rows = sent["sampling rows"]
+        floats = sent["sampling floats"].view(torch.float64).view(-1, 4)
+        self._floats.index_copy_(0, rows, floats.to(self._floats.dtype))
+        self._ints.index_copy_(0, rows, sent["sampling ints"].view(-1, 2))
+
+    def take(self, rows: Tensor, noisy: bool, filtered: bool) -> SamplingBatch:
+        """The parameters of `rows` `[B]`."""
+        inverse, scale, top_p, min_p = self._floats.index_select(0, rows).unbind(1)
+        top_k, seeds = self._ints.index_select(0, rows).unbind(1)
+        return SamplingBatch(inverse, scale, top_k, top_p, min_p, seeds, noisy, filtered)

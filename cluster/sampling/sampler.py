@@ -1,0 +1,143 @@
+"""What is chosen from logits: the target's token after every node, a draft's proposals, log-probabilities to report.
+
+A `Chooser` takes the best of the columns that a rank holds. Where these are a shard of all, `sharded` makes one choice
+of what the shards found. Legend: R requests, n rows of each, T rows, V token ids, v columns on this rank.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from cluster.models.vocab import Columns
+from cluster.sampling.noise import at_least_float32
+from cluster.sampling.row_blocks import blocks
+from cluster.sampling.sampling_inputs import Draw
+from cluster.sampling.sharded import Found, best_of_all, told, top_of_all, whole
+from cluster.sampling.torch_sampler import TORCH, Chooser, first_of_nan, joined
+
+TOP_LOGPROBS = 20
+
+
+def adjusted(columns: Columns, draws: Sequence[Draw], ids: Tensor | None = None) -> tuple[Columns, Tensor | None]:
+    """All columns of own rows, adjusted as `draws` say; the columns themselves where no request of the step has
+    adjustments. `ids` `[V]` are the tokens of columns that are not the vocabulary in its order.
+
+    Where grammars alone adjust, and a chooser can apply their masks as it reads the logits, the columns are returned as
+    they are, and the masks `[T, words]` beside them: adjusted logits of 262,144 columns take longer to write than all
+    else that a grammar costs in a step.
+    """
+    first = draws[0].adjust
+    if first is None:
+        return columns, None
+    some = [draw for draw in draws if draw.requests] or draws[:1]
+    if first.masks_alone and ids is None and columns.shards is None and not draws[0].sampling.filtered:
+        masks = [draw.adjust.masks(draw.each) for draw in some if draw.adjust is not None]
+        return columns, masks[0] if len(masks) == 1 else torch.cat(masks)
+    columns, parts, start = whole(columns), [], 0
+    for draw in some:
+        assert draw.adjust is not None, "all requests share a mode"
+        stop = start + draw.requests * draw.each
+        rows = columns.values[start:stop].view(draw.requests, draw.each, columns.values.shape[1])
+        parts.append(draw.adjust.apply(rows, ids).flatten(0, 1))
+        start = stop
+    return replace(columns, values=parts[0] if len(parts) == 1 else torch.cat(parts)), None
+
+
+def choose(columns: Columns, draws: Sequence[Draw], chooser: Chooser = TORCH) -> tuple[Tensor, Tensor]:
+    """The target's token after every own row and its score, `[T]` each; `draws` are of T rows together, in order."""
+    columns, masks = adjusted(columns, draws)
+    draws, least = told(columns, draws)
+    chosen, score = chooser.best(columns.values, draws, least, masks)
+    return (chosen, score) if columns.shards is None else best_of_all(columns, columns.shards, chosen, score)
+
+
+def likeliest(
+    columns: Columns, draw: Draw, count: int, chooser: Chooser = TORCH, masks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The `count` tokens of the highest score after each own row, and the log-probability that the scores give them:
+    (log-probabilities, columns), `[T, count]` each. A row that is not finite has NaN, and the first columns. `columns`
+    and `masks` are what `adjusted` returned.
+    """
+    draws, least = told(columns, [draw])
+    if columns.shards is None:
+        return chooser.likeliest(columns.values, draws, least, count, masks)
+    found = Found(*chooser.found(columns.values, draws, least, count))
+    merged = top_of_all(columns, columns.shards, found, count)
+    likely = (merged.values - merged.total.masked_fill(merged.total.isinf(), float("nan"))).to(found.values.dtype)
+    return likely, first_of_nan(likely, merged.columns)
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Log-probabilities after T rows: `chosen` `[T]` of a given token, `values` of the likeliest `ids`, `[T, 20]`."""
+
+    chosen: Tensor
+    values: Tensor
+    ids: Tensor
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Logprobs":
+        """The same with another tensor in place of each."""
+        return Logprobs(change(self.chosen), change(self.values), change(self.ids))
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """`logprobs` of q given tokens; `ranks` `[q]` count those that are at least as likely, the given one included."""
+
+    logprobs: Logprobs
+    ranks: Tensor
+
+
+def logprobs(columns: Columns, rows: Tensor, tokens: Tensor, chooser: Chooser = TORCH) -> Logprobs:
+    """Those of the unfiltered, untempered model: of `tokens` `[T]` after own `rows` `[T]`."""
+    count, shards = min(TOP_LOGPROBS, columns.vocab), columns.shards
+    asked = torch.stack([rows + columns.first, tokens])
+    if shards is not None and shards.wide:
+        asked = shards.spread(asked.t()).t()
+    values, columns_, total, own = joined(_asked(columns, asked, count, chooser))
+    if shards is None:
+        return Logprobs((own - total)[:, 0], values - total, columns_)
+    merged = top_of_all(columns, shards, Found(values, columns_, total, own), count)
+    made = merged.others.gather(0, (tokens // columns.values.shape[1])[None, :, None])[0]
+    dtype = total.dtype
+    return Logprobs((made - merged.total)[:, 0].to(dtype), (merged.values - merged.total).to(dtype), merged.columns)
+
+
+def _asked(columns: Columns, asked: Tensor, count: int, chooser: Chooser) -> list[tuple[Tensor, ...]]:
+    """What `Found` says of rows, and the logit of a token in each; `asked` `[2, T']` are both. Where another shard has
+    the token, any.
+    """
+    width, dtype = columns.values.shape[1], at_least_float32(columns.values.dtype)
+    rows, local = asked[0], (asked[1] - columns.start).clamp_(0, width - 1)
+    parts: list[tuple[Tensor, ...]] = []
+    for block in blocks(rows.shape[0], width, columns.values.device):
+        some = columns.values.index_select(0, rows[block])
+        parts.append((*chooser.found(some, (), None, count), some.gather(1, local[block, None]).to(dtype)))
+    return parts
+
+
+def scores(columns: Columns, tokens: Tensor, chooser: Chooser = TORCH) -> Scores:
+    """Those of `tokens` `[q]`, one after each own row, by the unfiltered, untempered model."""
+    rows = torch.arange(tokens.shape[0], device=tokens.device)
+    return Scores(logprobs(columns, rows, tokens, chooser), ranks(columns, tokens))
+
+
+def ranks(columns: Columns, tokens: Tensor) -> Tensor:
+    """How many tokens are at least as likely as that of `tokens` `[q]` after each own row, `[q]`."""
+    values, shards = columns.values, columns.shards
+    if shards is None:
+        return _at_least(values, values.gather(1, tokens[:, None]))[:, 0]
+    asked = shards.spread(tokens[:, None]) if shards.wide else tokens[:, None]
+    local, last = asked - columns.start, values.shape[1] - 1
+    here = values.gather(1, local.clamp(0, last)).double()
+    here.masked_fill_((local < 0) | (local > last), float("-inf"))
+    found = shards.add(_at_least(values, shards.highest(here).to(values.dtype)))
+    return found[columns.first : columns.first + tokens.shape[0], 0]
+
+
+def _at_least(values: Tensor, least: Tensor) -> Tensor:
+    """How many of each row of `values` `[T, v]` are at least `least` `[T, 1]`, `[T, 1]`."""
+    cuts = blocks(values.shape[0], values.shape[1], values.device)
+    return torch.cat([(values[cut] >= least[cut]).sum(1, keepdim=True) for cut in cuts])

@@ -1,0 +1,73 @@
+"""Logits with what a grammar does not have barred: by torch's operators, and in C for a CPU.
+
+Legend: T rows, V token ids, v columns.
+"""
+
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cluster.capture.recorder import native
+from cluster.kernels.library import Library
+from cluster.sampling.noise import at_least_float32
+from cluster.sampling.penalties import BANNED
+
+BARRED = 1000 * BANNED
+"""Added to the logit of a token that the grammar does not have. Below all that is banned, so that a grammar prevails: a
+token can be banned several times, and a repetition penalty of at most 100 multiplies that.
+"""
+WORD = 32  # tokens in a word of a mask
+
+Bars = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""What `barred` does, or equals it."""
+
+
+def bars_of(library: Library | None) -> Bars:
+    """How tokens are barred beside kernels of a `library`, or beside torch's."""
+    return barred if library is None else CBars(library)
+
+
+def barred(logits: Tensor, masks: Tensor, ids: Tensor | None) -> Tensor:
+    """Logits `[T, v]` and masks `[T, words]`, int32 with a bit for each token -> the logits, in float32 at least, with
+    `BARRED` added to tokens that a mask does not have. An empty mask makes its row NaN: nothing may come. Where the
+    columns are not all tokens in their order, `ids` `[v]` are theirs.
+    """
+    wide, octets = logits.to(at_least_float32(logits.dtype)), masks.view(torch.uint8)
+    bars = (
+        _table(wide.dtype, wide.device)
+        .index_select(0, octets.flatten().int())
+        .view(masks.shape[0], masks.shape[1] * WORD)
+    )
+    bars = bars[:, : logits.shape[1]] if ids is None else bars.index_select(1, ids)
+    empty = (masks == 0).all(1, keepdim=True)
+    return wide + bars.masked_fill(empty, float("nan"))
+
+
+@cache  # for good: a captured graph reads what it gave
+def _table(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Of each byte of a mask, what it adds to the logits of its eight tokens, `[256, 8]`."""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    return torch.from_numpy(bits == 0).to(device, dtype) * BARRED
+
+
+class CBars:
+    """Must equal `barred`, to the bit."""
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+
+    def __call__(self, logits: Tensor, masks: Tensor, ids: Tensor | None) -> Tensor:
+        """See `barred`."""
+        (count, size), words = logits.shape, masks.shape[1]
+        if masks.shape[0] != count or (ids is None and words * WORD < size):
+            raise ValueError(f"masks {list(masks.shape)} do not fit logits {list(logits.shape)}")
+        logits, masks = logits if logits.stride(1) == 1 else logits.contiguous(), masks.contiguous()
+        out = logits.new_empty(count, size, dtype=at_least_float32(logits.dtype))
+        told = None if ids is None else ids.data_ptr()
+        numbers = count, size, logits.stride(0), words, BARRED, torch.get_num_threads()
+        run = self._library.functions["bar", logits.dtype]
+        native(run, logits.data_ptr(), masks.data_ptr(), told, out.data_ptr(), *numbers)
+        return out

@@ -1,0 +1,127 @@
+"""The chooser by programs of Triton, for a GPU: scores are made in registers, noise included, and never written.
+
+It must equal `TorchChooser` but for the last digits of noise.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cluster.kernels.choice import gpu
+from cluster.kernels.filters import gpu as filters
+from cluster.kernels.launch import INTERPRETED, WIDE, launch, warps, whole
+from cluster.sampling.filters import MASS
+from cluster.sampling.noise import Noise, at_least_float32
+from cluster.sampling.sampling_inputs import Draw
+from cluster.sampling.token_bitmask import barred
+from cluster.sampling.torch_sampler import FAR, first_of_nan
+
+COLUMNS = 4096  # of a row, for one program
+AT_ONCE = 2048  # of a row, for one step of a program that looks for its threshold
+
+
+class TritonChooser:
+    """`Chooser` by Triton."""
+
+    def noise(self, seeds: Tensor, first: Tensor, count: int, hashes: Tensor, dtype: torch.dtype) -> Noise:
+        """See `Chooser.noise`; none of it is made beforehand."""
+        requests, first = first.shape[0], first.contiguous()
+        keys = first.new_empty(requests, count)
+        launch(gpu.keys_along, (requests,), seeds, first, keys, seeds.stride(0), count, BLOCK=whole(count))
+        return Noise(keys, hashes, dtype)
+
+    def best(
+        self, values: Tensor, draws: Sequence[Draw], least: Tensor | None, masks: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """See `Chooser.best`."""
+        values = values if masks is None else barred(values, masks, None)
+        scores, columns, _ = self._found(values, draws, least, 1, summed=False)
+        return columns[:, 0], scores[:, 0]
+
+    def likeliest(
+        self, values: Tensor, draws: Sequence[Draw], least: Tensor | None, count: int, masks: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """See `Chooser.likeliest`."""
+        values = values if masks is None else barred(values, masks, None)
+        scores, columns, total = self._found(values, draws, least, count, summed=True)
+        likely = scores - total.masked_fill(total.isinf(), float("nan"))
+        return likely, first_of_nan(likely, columns)
+
+    def found(
+        self, values: Tensor, draws: Sequence[Draw], least: Tensor | None, count: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Chooser.found`."""
+        return self._found(values, draws, least, min(count, values.shape[1]), summed=True)
+
+    def _found(
+        self, values: Tensor, draws: Sequence[Draw], least: Tensor | None, count: int, summed: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Scores and columns `[T, count]`, and the log of the sum `[T, 1]`, which is made if it is `summed`."""
+        rows, size = values.shape
+        if not 1 <= count <= size:
+            raise ValueError(f"{count} of {size} columns")
+        values, wide = values if values.stride(1) == 1 else values.contiguous(), at_least_float32(values.dtype)
+        drawn: tuple[Tensor | None, ...] = (None,) * 5
+        noisy, filtered = bool(draws) and draws[0].noise is not None, False
+        if noisy:
+            drawn = _drawn(values, draws, least)
+            filtered = drawn[-1] is not None
+        block = min(COLUMNS, whole(size))
+        parts = -(-size // block)
+        part_scores = values.new_empty(rows, parts, count, dtype=wide)
+        part_columns = values.new_empty(rows, parts, count, dtype=torch.int32)
+        sums = values.new_empty(rows, parts, 2, dtype=wide)
+        how = {"SUMMED": summed, "COUNT": count, "WIDE": WIDE[wide]}
+        launch(
+            gpu.best_of_part,
+            (rows, parts),
+            *(values, *drawn, part_scores, part_columns, sums, values.stride(0), size, FAR),
+            **(how | {"NOISY": noisy, "FILTERED": filtered, "BLOCK": block}),
+        )
+        scores, total = values.new_empty(rows, count, dtype=wide), values.new_empty(rows, 1, dtype=wide)
+        columns = values.new_empty(rows, count, dtype=torch.int64)
+        launch(
+            gpu.best_of_all,
+            (rows,),
+            *(part_scores, part_columns, sums, scores, columns, total, parts, size),
+            **(how | {"PARTS": whole(parts), "BLOCK": whole(parts * count)}),
+        )
+        return scores, columns, total
+
+
+def _drawn(values: Tensor, draws: Sequence[Draw], least: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Of each row: inverse temperature, noise scale, key; the tokens' hashes; and what filters keep of it.
+
+    Raises:
+        ValueError: noise for other tokens, or draws of other rows, than there are, which a program would not notice.
+    """
+    noise, start = draws[0].noise, 0
+    assert noise is not None, "all requests share a mode"
+    if noise.hashes.shape[0] != values.shape[1]:
+        raise ValueError(f"noise of {noise.hashes.shape[0]} tokens for {values.shape[1]} columns")
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    kept: list[Tensor] = []
+    for draw in draws:
+        sampling, stop = draw.sampling, start + draw.requests * draw.each
+        parts.append((draw.by_row(sampling.inverse_temperature), draw.by_row(sampling.noise_scale), draw.keys()))
+        if least is None and stop > start and sampling.filtered:
+            kept.append(least_kept(values[start:stop], draw))
+        start = stop
+    if start != values.shape[0]:
+        raise ValueError(f"{values.shape[0]} rows of logits, and draws of {start}")
+    inverse, scale, keys = (torch.cat(column) for column in zip(*parts, strict=True))
+    least = torch.cat(kept) if kept else least
+    return inverse, scale, keys, noise.hashes.contiguous(), None if least is None else least.contiguous()
+
+
+def least_kept(values: Tensor, draw: Draw) -> Tensor:
+    """What filters keep of rows of logits `values` `[R n, v]`, `[R n, 1]`: the decisions of `filters.least_kept`."""
+    sampling, wide, (rows, size) = draw.sampling, at_least_float32(values.dtype), values.shape
+    least = values.new_empty(rows, 1, dtype=wide)
+    given = (sampling.inverse_temperature, sampling.top_k, sampling.top_p, sampling.min_p.log())
+    block = min(AT_ONCE, whole(size))
+    how = {"MASS": MASS, "LIBRARY": not INTERPRETED, "WIDE": WIDE[wide], "BLOCK": block, "num_warps": warps(block, 256)}
+    numbers = values.stride(0), size
+    launch(filters.threshold, (rows,), values, *map(draw.by_row, given), least, *numbers, **how)
+    return least

@@ -1,0 +1,97 @@
+"""The end of a Ray of one's own: nothing of it stays, whatever its processes do meanwhile."""
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+import psutil  # isort: skip  # Ray's own copy: importable once Ray is
+
+from cluster.actors import local_ray
+from cluster.actors.local_ray import LocalRay
+
+
+class Folder:
+    """Notes that it was removed."""
+
+    removed = False
+
+    def remove(self) -> None:
+        self.removed = True
+
+
+class Process:
+    """Ends by itself between the look at it and its kill."""
+
+    pid = 2**22 + 1
+
+    def children(self, recursive: bool) -> list[Any]:
+        return []
+
+    def kill(self) -> None:
+        raise psutil.NoSuchProcess(self.pid)
+
+
+@pytest.mark.parametrize("way", ["stop", "kill"])
+@pytest.mark.parametrize("fault", [None, OSError("no")], ids=["gone", "fault"])
+def test_the_folder_goes_whatever_happens(monkeypatch: pytest.MonkeyPatch, way: str, fault: Exception | None) -> None:
+    waited: list[Any] = []
+
+    def wait_procs(processes: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        waited.append(timeout)
+        if fault is not None and len(waited) == 1:
+            raise fault
+        return [], processes
+
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(local_ray.psutil, "wait_procs", wait_procs)
+    folder: Any = Folder()
+    process: Any = Process()
+    cluster = LocalRay(_folder=folder, _processes=[process])
+    if fault is None:
+        getattr(cluster, way)()
+    else:
+        with pytest.raises(OSError, match="no"):
+            getattr(cluster, way)()
+    assert folder.removed
+
+
+def test_rays_processes_are_in_one_group_that_is_not_ours_and_take_sigterm() -> None:
+    services: Any = ray._private.services
+    before = services.ConsolePopen
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        with local_ray._own_group():
+            started += [services.ConsolePopen(command) for command in (["sleep", "60"], ["true"], ["sleep", "60"])]
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    assert services.ConsolePopen is before
+    first, short, last = started
+    short.wait()
+    assert os.getpgid(first.pid) == os.getpgid(last.pid) == first.pid != os.getpgid(0)
+    for process in (first, last):
+        process.terminate()
+        assert process.wait(10) == -signal.SIGTERM
+
+
+def test_rays_token_is_in_the_home_folder_or_beside_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    local_ray.ensure_token(tmp_path)
+    made = (tmp_path / ".ray" / "auth_token").read_text()
+    local_ray.ensure_token(tmp_path)
+    assert len(made) == 64 and (tmp_path / ".ray" / "auth_token").read_text() == made
+    (tmp_path / "file").write_text("")
+    assert "RAY_AUTH_TOKEN_PATH" not in os.environ
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "")  # so that what follows is undone
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
+    local_ray.ensure_token(tmp_path)
+    own = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
+    assert own.parent == tmp_path and len(own.read_text()) == 64 and own.stat().st_mode & 0o777 == 0o600

@@ -1,0 +1,231 @@
+"""API keys: what a file and the environment may hold, how a changed file is noticed, what a check costs and shows."""
+
+import hashlib
+import hmac
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from cluster.api.core import api_keys
+from cluster.api.core.api_keys import Key, Keys, cache_salt, check_reach, digest_of, is_loopback, of_environment, parse
+from cluster.config import ConfigError
+
+
+def line(name: str, token: str, scope: str = "use") -> str:
+    """What `aerie keys` writes, made by other means."""
+    return f"{name} {scope} sha256:{hashlib.sha256(token.encode()).hexdigest()}\n"
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "keys"
+    path.write_text("# who\n\n" + line("ann", "token-of-ann") + line("bob", "token-of-bob", "admin") + "  # end")
+    return path
+
+
+def names(found: Keys, *tokens: str) -> list[str | None]:
+    return [key.name if (key := found.find(token.encode())) else None for token in tokens]
+
+
+def test_a_file_says_who_may_do_what(file: Path) -> None:
+    made = Keys(file)
+    assert names(made, "token-of-ann", "token-of-bob", "token-of-an", "", "ann") == ["ann", "bob", None, None, None]
+    bob = made.find(b"token-of-bob")
+    assert bob is not None and bob.scope == "admin"
+    assert parse(bob.line(), "x") == (bob,), "a line that is written reads as it was"
+
+
+LINES = {
+    "no hash": "ann use\n",
+    "another hash": "ann use md5:" + "0" * 64,
+    "a hash that is too short": "ann use sha256:" + "0" * 63,
+    "capital letters": "ann use sha256:" + "A" * 64,
+    "another scope": "ann root sha256:" + "0" * 64,
+    "a name with a slash": "a/b use sha256:" + "0" * 64,
+    "a fourth word": "ann use sha256:" + "0" * 64 + " more",
+    "the key itself": "sk-aerie-secret\n",
+    "a name twice": line("ann", "1") + line("ann", "2"),
+    "a key twice": line("ann", "1") + line("bob", "1"),
+}
+
+
+@pytest.mark.parametrize("wrong", LINES.values(), ids=LINES)
+def test_a_file_that_is_wrong_is_refused_at_start_and_not_quoted(file: Path, wrong: str) -> None:
+    file.write_text(line("first", "0") + wrong)
+    with pytest.raises(ConfigError) as refused:
+        Keys.load(str(file), {})
+    said = str(refused.value)
+    assert "api_keys_file" in said and str(file) in said
+    assert "secret" not in said and "0" * 20 not in said
+    assert ("line 2" in said and "sha256:HEX" in said) or "twice" in said
+
+
+def test_files_that_are_no_keys_file(tmp_path: Path, file: Path) -> None:
+    for path, why in (
+        (tmp_path / "nothing", "No such file"),
+        (tmp_path, "must be a file"),
+        (Path("/dev/zero"), "must be a file"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            Keys.load(str(path), {})
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="UTF-8"):
+        Keys.load(str(file), {})
+    file.write_text("# nobody\n")
+    with pytest.raises(ConfigError, match=f"holds no key; make one: aerie keys create {file} NAME"):
+        Keys.load(str(file), {})
+    file.write_text(line("ann", "1"))
+    file.chmod(0o646)
+    with pytest.raises(ConfigError, match="chmod o-w"):
+        Keys.load(str(file), {})
+
+
+def test_the_environment_has_keys_of_both_scopes(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert Keys.load(None, {}) is None
+    given = {"AERIE_API_KEY": "first-key-of-many, second-key-of-many", "AERIE_ADMIN_API_KEY": "short"}
+    found = of_environment(given)
+    assert [(key.name, key.scope) for key in found] == [
+        ("AERIE_API_KEY", "use"),
+        ("AERIE_API_KEY.2", "use"),
+        ("AERIE_ADMIN_API_KEY", "admin"),
+    ]
+    assert "AERIE_ADMIN_API_KEY has fewer than 16" in caplog.text and caplog.text.count("fewer") == 1
+    both = Keys.load(str(file), given)
+    assert both is not None
+    assert names(both, "second-key-of-many", "short") == ["AERIE_API_KEY.2", "AERIE_ADMIN_API_KEY"]
+    assert names(both, "first-key-of-many, second-key-of-many", "token-of-ann") == [None, "ann"]
+    for wrong in ("", " ", "one,", "of two words", "größe", "tab\tkey"):
+        with pytest.raises(ConfigError, match="AERIE_API_KEY must hold keys") as refused:
+            Keys.load(None, {"AERIE_API_KEY": wrong})
+        assert "words" not in str(refused.value)
+    with pytest.raises(ConfigError, match="twice"):
+        Keys.load(str(file), {"AERIE_API_KEY": "token-of-ann"})
+
+
+def test_keys_come_and_go_without_a_restart(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "cluster.api.core.api_keys")
+    clock = Clock()
+    made = Keys(file, clock=clock)
+    file.write_text(line("bob", "token-of-bob") + line("cid", "token-of-cid"))
+    everyone = ("token-of-ann", "token-of-bob", "token-of-cid")
+    clock.now += 0.9
+    assert names(made, *everyone) == ["ann", "bob", None], "it is looked at once a second"
+    clock.now += 0.2
+    assert names(made, *everyone) == [None, "bob", "cid"]
+    replacement = file.with_name("new")
+    replacement.write_text(line("ann", "token-of-ann"))
+    replacement.replace(file)
+    clock.now += 1.1
+    assert names(made, *everyone) == ["ann", None, None]
+    file.write_text("")
+    for _ in range(3):
+        clock.now += 1.1
+        assert names(made, *everyone) == [None, None, None], "who removes the last key lets nobody in"
+    assert len(caplog.records) == 3, "a file that has not changed is not read again"
+
+
+def test_a_file_of_the_same_size_and_time_is_a_new_one_too(file: Path) -> None:
+    clock = Clock()
+    made = Keys(file, clock=clock)
+    facts = file.stat()
+    file.write_text(file.read_text().replace(line("ann", "token-of-ann"), line("ann", "token-of-eve")))
+    os.utime(file, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+    assert file.stat().st_size == facts.st_size
+    clock.now += 1.1
+    assert names(made, "token-of-ann", "token-of-eve") == [None, "ann"]
+
+
+@pytest.mark.parametrize("how", ["broken", "gone", "unreadable", "everyone's"])
+def test_a_new_file_that_cannot_be_read_leaves_the_keys_as_they_were(
+    file: Path, how: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    made = Keys(file, clock=clock)
+    good = file.read_text()
+    if how == "broken":
+        file.write_text("ann use sha256:123")
+    elif how == "gone":
+        file.unlink()
+    elif how == "unreadable":
+        file.write_text(good + " ")
+        denied = PermissionError(13, "Permission denied", str(file))
+        monkeypatch.setattr(Path, "read_bytes", lambda self: (_ for _ in ()).throw(denied))
+    else:
+        file.chmod(0o666)
+    for _ in range(5):
+        clock.now += 1.1
+        assert names(made, "token-of-ann", "token-of-bob") == ["ann", "bob"]
+    (record,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert "the API keys stay as they were" in record.getMessage()
+    monkeypatch.undo()
+    file.unlink(missing_ok=True)
+    file.write_text(line("ann", "token-of-eve"))
+    clock.now += 1.1
+    assert names(made, "token-of-ann", "token-of-eve") == [None, "ann"], "and the next good one is taken"
+
+
+@pytest.mark.parametrize("token", ["key-0", "key-7", "key-19", "none of them", ""])
+def test_every_check_compares_with_every_key(tmp_path: Path, token: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "keys"
+    file.write_text("".join(line(f"name{at}", f"key-{at}") for at in range(20)))
+    made, compared = Keys(file), []
+    real = hmac.compare_digest
+
+    def noting(one: bytes, other: bytes) -> bool:
+        compared.append(one)
+        assert len(one) == len(other) == 32
+        return real(one, other)
+
+    monkeypatch.setattr(api_keys.hmac, "compare_digest", noting)
+    made.find(token.encode())
+    assert len(set(compared)) == 20
+
+
+def test_neither_a_key_nor_its_hash_is_shown() -> None:
+    key = Key("ann", "use", digest_of(b"secret"))
+    made = Keys(None, [key])
+    for text in (repr(key), str(key), str(made), f"{[key]}"):
+        assert key.digest.hex() not in text and repr(key.digest) not in text
+    assert str(made) == "ann (use)"
+
+
+def test_salts_differ_by_key_and_by_what_the_client_says() -> None:
+    ann, bob = (Key(name, "use", digest_of(name.encode())) for name in ("ann", "bob"))
+    assert cache_salt(None, None) == 0, "without keys and without a salt all requests share"
+    salts = [cache_salt(key, said) for key in (None, ann, bob) for said in (None, "a", "b", "\ud800")]
+    assert len(set(salts)) == 12 and max(salts) < 1 << 128
+    assert salts == [cache_salt(key, said) for key in (None, ann, bob) for said in (None, "a", "b", "\ud800")]
+    assert cache_salt(Key("renamed", "admin", ann.digest), "a") == cache_salt(ann, "a")
+    assert f"{ann.digest.hex()}" not in f"{salts[4]:x}"
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [
+        ("127.0.0.1", True), ("127.8.9.1", True), ("localhost", True), ("::1", True), ("0.0.0.0", False), ("::", False),
+        ("10.0.0.7", False), ("example.org", False), ("localhost.example.org", False), ("", False), (None, False),
+    ],
+)  # fmt: skip
+def test_beyond_loopback_there_are_keys_or_an_explicit_word(host: str | None, loopback: bool) -> None:
+    assert is_loopback(host) == loopback
+    check_reach(host, Keys(None, [Key("ann", "use", b"")]), allowed=False)
+    check_reach(host, None, allowed=True)
+    if loopback:
+        check_reach(host, None, allowed=False)
+        return
+    with pytest.raises(ConfigError) as refused:
+        check_reach(host, None, allowed=False)
+    for word in ("api_keys_file", "AERIE_API_KEY", "allow_unauthenticated", "aerie keys create"):
+        assert word in str(refused.value)

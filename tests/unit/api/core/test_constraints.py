@@ -1,0 +1,182 @@
+"""The fields of three APIs that ask for a form of the output, one grammar each, and never two at once."""
+
+import json
+from typing import Any
+
+import pytest
+
+from cluster.api.core.constraints import FIELDS, constraint_of, grammar_of, refused
+from cluster.api.core.errors import ApiError
+from cluster.grammar.asked import Grammar, GrammarError
+
+SCHEMA = {"type": "object", "properties": {"é": {"type": "integer"}}}
+TEXT = json.dumps(SCHEMA)
+TAG = {"type": "structural_tag", "format": {"type": "any_text"}}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+
+ASKED: dict[str, tuple[dict[str, Any], str, Grammar]] = {
+    "openai object": ({"response_format": {"type": "json_object"}}, "response_format", Grammar("json_object")),
+    "openai schema": (
+        {"response_format": FORMAT},
+        "response_format.json_schema.schema",
+        Grammar("json_schema", TEXT),
+    ),
+    "openai schema as text": (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": TEXT}}},
+        "response_format.json_schema.schema",
+        Grammar("json_schema", TEXT),
+    ),
+    "structural tag": ({"response_format": TAG}, "response_format", Grammar("structural_tag", json.dumps(TAG))),
+    "together's": (
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
+        "response_format.schema",
+        Grammar("json_schema", TEXT),
+    ),
+    "vllm json": ({"structured_outputs": {"json": SCHEMA}}, "structured_outputs.json", Grammar("json_schema", TEXT)),
+    "vllm object": (
+        {"structured_outputs": {"json_object": True}},
+        "structured_outputs.json_object",
+        Grammar("json_object"),
+    ),
+    "vllm regex": ({"structured_outputs": {"regex": "a+"}}, "structured_outputs.regex", Grammar("regex", "a+")),
+    "vllm choice": (
+        {"structured_outputs": {"choice": ["a", "b"]}},
+        "structured_outputs.choice",
+        Grammar("choice", '["a", "b"]'),
+    ),
+    "vllm grammar": (
+        {"structured_outputs": {"grammar": "root ::= [a]", "json": None}},
+        "structured_outputs.grammar",
+        Grammar("ebnf", "root ::= [a]"),
+    ),
+    "vllm tag": (
+        {"structured_outputs": {"structural_tag": TAG}},
+        "structured_outputs.structural_tag",
+        Grammar("structural_tag", json.dumps(TAG)),
+    ),
+    "guided json": ({"guided_json": TEXT}, "guided_json", Grammar("json_schema", TEXT)),
+    "guided json as a value": ({"guided_json": True}, "guided_json", Grammar("json_schema", "true")),
+    "guided object": ({"guided_json_object": True}, "guided_json_object", Grammar("json_object")),
+    "guided regex": ({"guided_regex": ""}, "guided_regex", Grammar("regex", "")),
+    "guided choice": ({"guided_choice": ["x"]}, "guided_choice", Grammar("choice", '["x"]')),
+    "guided grammar": ({"guided_grammar": "g"}, "guided_grammar", Grammar("ebnf", "g")),
+    "sglang schema": ({"json_schema": TEXT}, "json_schema", Grammar("json_schema", TEXT)),
+    "sglang regex": ({"regex": "a"}, "regex", Grammar("regex", "a")),
+    "sglang ebnf": ({"ebnf": "e"}, "ebnf", Grammar("ebnf", "e")),
+    "sglang tag": ({"structural_tag": json.dumps(TAG)}, "structural_tag", Grammar("structural_tag", json.dumps(TAG))),
+    "beside text": ({"response_format": {"type": "text"}, "regex": "a"}, "regex", Grammar("regex", "a")),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_what_is_asked(name: str) -> None:
+    body, field, grammar = ASKED[name]
+    assert grammar_of({"model": "m", "messages": [], **body}) == grammar
+    assert constraint_of(body) == (field, grammar)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"model": "m"},
+        dict.fromkeys(["response_format", "structured_outputs", *FIELDS]),
+        {"response_format": {"type": "text"}},
+        {"structured_outputs": {}},
+        {"structured_outputs": {"json": None, "json_object": False, "choice": [], "disable_fallback": False}},
+        {"guided_choice": [], "guided_json_object": False},
+    ],
+)
+def test_nothing_is_asked(body: dict[str, Any]) -> None:
+    assert grammar_of(body) is None
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "words", "code"),
+    [
+        ({"response_format": "json"}, "response_format", "an object", "invalid_type"),
+        ({"response_format": {}}, "response_format.type", "one of text, json_object", "invalid_value"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "got 'xml'", "invalid_value"),
+        ({"response_format": {"type": []}}, "response_format.type", "got []", "invalid_value"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "an object", "invalid_type"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema",
+            "required",
+            "missing_required_parameter",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}},
+            "response_format.json_schema.schema",
+            "an object",
+            "invalid_type",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": 1}}},
+            "response_format.json_schema.strict",
+            "true or false",
+            "invalid_type",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "x": 1}}},
+            "response_format.json_schema.x",
+            "unknown field",
+            "invalid_value",
+        ),
+        (
+            {"response_format": {"type": "json_object", "json_schema": {}}},
+            "response_format.json_schema",
+            "unknown field",
+            "invalid_value",
+        ),
+        (
+            {"response_format": {"type": "json_object", "schema": 3}},
+            "response_format.schema",
+            "an object",
+            "invalid_type",
+        ),
+        ({"structured_outputs": []}, "structured_outputs", "an object", "invalid_type"),
+        ({"structured_outputs": {"xml": 1}}, "structured_outputs.xml", "unknown field", "invalid_value"),
+        ({"structured_outputs": {"regex": 1}}, "structured_outputs.regex", "a string", "invalid_type"),
+        (
+            {"structured_outputs": {"json": {}, "whitespace_pattern": " "}},
+            "structured_outputs.whitespace_pattern",
+            "not supported",
+            "invalid_value",
+        ),
+        ({"structured_outputs": {"json_object": 1}}, "structured_outputs.json_object", "true or false", "invalid_type"),
+        ({"guided_choice": "a"}, "guided_choice", "a list of strings", "invalid_type"),
+        ({"guided_choice": ["a", 1]}, "guided_choice", "a list of strings", "invalid_type"),
+        ({"guided_json": [1]}, "guided_json", "an object", "invalid_type"),
+        ({"ebnf": {}}, "ebnf", "a string", "invalid_type"),
+        ({"structural_tag": 1}, "structural_tag", "an object", "invalid_type"),
+    ],
+)
+def test_malformed_fields_are_named(body: dict[str, Any], field: str, words: str, code: str) -> None:
+    with pytest.raises(ApiError) as error:
+        grammar_of(body)
+    assert (error.value.status, error.value.param, error.value.code) == (400, field, code)
+    assert error.value.message.startswith(f"{field}: ") and words in error.value.message
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"response_format": FORMAT, "guided_json": SCHEMA},
+        {"regex": "a", "ebnf": "b"},
+        {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+        {"response_format": {"type": "json_object"}, "structured_outputs": {"json_object": True}},
+    ],
+)
+def test_two_at_once_are_refused_and_both_named(body: dict[str, Any]) -> None:
+    with pytest.raises(ApiError) as error:
+        grammar_of(body)
+    found = [name for name in body if name in error.value.message]
+    inner = [f"structured_outputs.{name}" for name in body.get("structured_outputs", {})]
+    assert error.value.status == 400 and (found == list(body) or all(name in error.value.message for name in inner))
+
+
+def test_a_grammar_that_is_not_honoured_is_a_400_that_names_the_field() -> None:
+    error = refused(GrammarError("#: the keyword 'not' is not enforced; leave it out"), "guided_json")
+    assert (error.status, error.param, error.code) == (400, "guided_json", "invalid_value")
+    assert error.message == "guided_json: #: the keyword 'not' is not enforced; leave it out"

@@ -1,0 +1,33 @@
+"""What a client is told where a grammar cannot be compiled."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from cluster.api.core.constraints import Constraint
+from cluster.api.core.errors import ApiError
+from cluster.api.core.grammars import Grammars
+from cluster.api.core.service import ModelInfo
+from cluster.grammar.asked import Grammar
+from cluster.grammar.compiler import CompilerError
+
+
+def test_a_machine_too_busy_to_compile_is_an_overload_that_may_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Busy:
+        async def compile(self, grammar: Grammar) -> str:
+            raise CompilerError("this machine is too busy to compile it; try again")
+
+    async def made(self: Grammars, tokenizer: Any) -> Any:
+        return Busy()
+
+    monkeypatch.setattr(Grammars, "_make", made)
+    tokenizer: Any = object()
+    grammars = Grammars(tokenizer, ModelInfo("m", 64, 256, created=0))
+    with pytest.raises(ApiError, match=r"^response_format: this machine is too busy") as busy:
+        asyncio.run(grammars.compiled(Constraint("response_format", Grammar("json_object"))))
+    error = busy.value
+    assert (error.status, error.kind, error.code, error.param) == (
+        503, "overloaded_error", "overloaded", "response_format",
+    )  # fmt: skip
+    assert error.headers["Retry-After"] == "1"

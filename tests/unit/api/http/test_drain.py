@@ -1,0 +1,21 @@
+"""A replica refuses new calls for as long as somebody says that it is to drain, and no longer."""
+
+import pytest
+
+from cluster.api.http import drain
+from cluster.api.http.drain import LAPSE_S, Drain
+
+
+def test_who_is_heard_no_more_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(drain.time, "monotonic", lambda: now)
+    one = Drain()
+    assert not one.refusing
+    with one.one_more():
+        assert one.begin() == 1 and one.refusing
+    now += LAPSE_S - 1
+    assert one.refusing and one.begin() == 0
+    now += LAPSE_S - 1
+    assert one.refusing
+    now += 2
+    assert not one.refusing

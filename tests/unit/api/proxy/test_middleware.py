@@ -1,0 +1,293 @@
+"""What Serve's proxy answers in plain text, or does not answer at all, reaches a client as JSON."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+import ray.serve._private.proxy as serves_proxy
+import uvicorn
+from ray.exceptions import RayActorError
+from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+
+from cluster.api.proxy import middleware, serve_limits
+from cluster.api.proxy.connections import Connection
+from cluster.api.proxy.middleware import JsonErrors, Lingering, WholeRequests, middlewares
+from cluster.api.proxy.throttle import Cores
+
+START, BODY = "http.response.start", "http.response.body"
+
+
+def ask(messages: list[dict[str, Any]], headers: Any = (), error: Exception | None = None, **scope: Any) -> Any:
+    """What a client gets when the app behind sends these messages; and the headers that the app saw."""
+    sent: list[Any] = []
+    seen: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.extend(scope["headers"])
+        for message in messages:
+            await send(message)
+        if error is not None:
+            raise error
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    whole = {"type": "http", "method": "GET", "path": "/x", "raw_path": b"/x", "headers": list(headers), **scope}
+    try:
+        asyncio.run(JsonErrors(app)(whole, None, send))  # type: ignore[arg-type]
+    except Exception as raised:
+        assert raised is error
+    return sent, seen
+
+
+def envelope(sent: list[Any]) -> Any:
+    assert (b"content-type", b"application/json") in sent[0]["headers"]
+    error = json.loads(sent[1]["body"])["error"]
+    assert {*error} == {"message", "type", "param", "code"}
+    return error
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [(404, "not_found"), (408, "request_timeout"), (503, "engine_unhealthy"), (500, "replica_lost")]
+)
+def test_plain_text_becomes_json(status: int, code: str) -> None:
+    plain = [(b"content-type", b"text/plain; charset=utf-8"), (b"x-request-id", b"abc")]
+    sent, _ = ask([{"type": START, "status": status, "headers": plain}, {"type": BODY, "body": b"Oh no /secret"}])
+    assert (sent[0]["status"], len(sent)) == (status, 2)
+    assert envelope(sent)["code"] == code
+    assert (b"x-request-id", b"abc") in sent[0]["headers"]
+    assert ((b"retry-after", b"1") in sent[0]["headers"]) == (status == 503)
+
+
+@pytest.mark.parametrize(("path", "root"), [("/-/routes", ""), ("/two/-/routes", "/two")])
+def test_the_page_that_names_the_applications_is_not_served(path: str, root: str) -> None:
+    named = [{"type": START, "status": 200, "headers": []}, {"type": BODY, "body": b'{"/": "secret"}'}]
+    for raw in (path.encode(), path.replace("r", "%72").encode()):  # Serve looks at the decoded path
+        sent, _ = ask(named, path=path, raw_path=raw, root_path=root)
+        assert sent[0]["status"] == 404 and envelope(sent)["code"] == "not_found"
+    sent, _ = ask(named, path="/-/healthz", raw_path=b"/-/healthz")
+    assert sent == named
+
+
+def test_what_is_no_error_or_is_json_passes() -> None:
+    for status, kind in ((200, b"text/plain"), (400, b"application/json"), (200, b"text/event-stream")):
+        messages = [
+            {"type": START, "status": status, "headers": [(b"content-type", kind)]},
+            {"type": BODY, "body": b"x", "more_body": True},
+            {"type": BODY, "body": b"y"},
+        ]
+        assert ask(messages)[0] == messages
+
+
+def test_no_answer_becomes_503() -> None:
+    sent, _ = ask([])
+    assert (sent[0]["status"], envelope(sent)["code"]) == (503, "replica_lost")
+    sent, _ = ask([], error=RuntimeError("the proxy failed"))
+    assert (sent[0]["status"], envelope(sent)["code"]) == (503, "replica_lost")
+
+
+SHED = (429, 503)
+PLAIN = [(b"content-type", b"text/plain; charset=utf-8")]
+STREAM = {"type": START, "status": 200, "headers": [(b"content-type", b"text/event-stream; charset=utf-8")]}
+
+
+def ended_by(
+    error: Exception, timeout_s: float | None, *messages: dict[str, Any], healthy: bool = True, **scope: Any
+) -> Any:
+    """What a client gets of a call that Serve's proxy ends with this exception, after these messages."""
+    sent: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/-/healthz":
+            await send({"type": START, "status": 200 if healthy else 503, "headers": PLAIN})
+            return
+        status = serves_proxy.get_http_response_status(error, timeout_s, "request-1")
+        for message in [*messages, *serves_proxy.send_http_response_on_exception(status, bool(messages))]:
+            await send(message)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    whole = {"type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"/x", "headers": [], **scope}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serves_proxy, "get_http_response_status", serves_proxy.get_http_response_status)
+        serve_limits.listen()
+        asyncio.run(JsonErrors(app)(whole, None, send))  # type: ignore[arg-type]
+    return sent
+
+
+def test_a_timeout_of_serve_is_said_with_its_limit_and_is_no_loss() -> None:
+    begun = {"type": BODY, "body": b"data: {}\n\n", "more_body": True}
+    own = [(b"x-request-timeout-seconds", b"4")]
+    for headers, setting in ([], "http_options.request_timeout_s"), (own, "x-request-timeout-seconds"):
+        sent = ended_by(TimeoutError(), 4.0, headers=headers)
+        assert sent[0]["status"] == 408 and (b"x-should-retry", b"false") in sent[0]["headers"]
+        errors = [envelope(sent)]
+        stream = ended_by(TimeoutError(), 4.0, STREAM, begun, headers=headers)
+        errors.append(json.loads(stream[-1]["body"].removeprefix(b"data: "))["error"])
+        assert not stream[-1].get("more_body")
+        for error in errors:
+            assert error["code"] == "request_timeout" and "4 s" in error["message"] and setting in error["message"]
+    lost = ended_by(RayActorError(), 4.0, STREAM, begun)[-1]["body"]
+    assert json.loads(lost.removeprefix(b"data: "))["error"]["code"] == "replica_lost"
+
+
+@pytest.mark.parametrize("status", SHED)
+def test_a_full_queue_of_serve_is_told_apart_from_no_replica(status: int) -> None:
+    sent = ended_by(BackPressureError(7, 7, status, None), None)
+    assert sent[0]["status"] == status and (b"retry-after", b"1") in sent[0]["headers"]
+    error = envelope(sent)
+    assert (error["type"], error["code"]) == ("overloaded_error", "overloaded")
+    assert "max_queued_requests" in error["message"]
+    assert [b"retry-after", b"9"] in ended_by(BackPressureError(7, 7, status, 8.5), None)[0]["headers"]
+    sent = ended_by(DeploymentUnavailableError(DeploymentID("x", "y")), None)
+    assert (sent[0]["status"], envelope(sent)["code"]) == (503, "engine_unhealthy")
+
+
+@pytest.mark.parametrize("path", ["/health", "/llm/one/ready"])
+def test_health_that_serve_sheds_is_what_serve_knows(path: str) -> None:
+    for method in ("GET", "HEAD"):
+        for status in SHED:
+            full = BackPressureError(7, 7, status, None)
+            sent = ended_by(full, None, path=path, method=method)
+            assert sent[0]["status"] == 200 and sent[-1]["body"] == b""
+            assert ended_by(full, None, path=path, method=method, healthy=False)[0]["status"] == status
+    assert ended_by(BackPressureError(7, 7, 503, None), None, path=path)[0]["status"] == 503  # a POST
+    assert (
+        ended_by(DeploymentUnavailableError(DeploymentID("x", "y")), None, path=path, method="GET")[0]["status"] == 503
+    )
+
+
+def test_a_stream_that_breaks_off_says_so() -> None:
+    start = {"type": START, "status": 200, "headers": [(b"content-type", b"text/event-stream; charset=utf-8")]}
+    sent, _ = ask([start, {"type": BODY, "body": b"data: {}\n\n", "more_body": True}])
+    assert json.loads(sent[-1]["body"].removeprefix(b"data: "))["error"]["code"] == "replica_lost"
+    assert not sent[-1].get("more_body")
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/two/v1/messages", "/v1/messages/count_tokens"])
+def test_anthropics_routes_have_errors_of_its_form(path: str) -> None:
+    """Its client takes no event without a name: an error in another form would look like the end of the answer."""
+    start = {"type": START, "status": 200, "headers": [(b"content-type", b"text/event-stream; charset=utf-8")]}
+    sent, _ = ask([start, {"type": BODY, "body": b"event: ping\ndata: {}\n\n", "more_body": True}], path=path)
+    name, data, *_ = sent[-1]["body"].split(b"\n")
+    assert name == b"event: error"
+    lost = json.loads(data.removeprefix(b"data: "))
+    assert lost == {"type": "error", "error": {"type": "api_error", "message": middleware.SAID[500][2]}}
+    plain = [(b"content-type", b"text/plain; charset=utf-8")]
+    for status, kind in ((404, "not_found_error"), (503, "api_error"), (429, "overloaded_error")):
+        sent, _ = ask([{"type": START, "status": status, "headers": plain}, {"type": BODY, "body": b"no"}], path=path)
+        assert json.loads(sent[1]["body"])["error"]["type"] == kind
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(b"x-request-id", b"\xff"), (b"x-request-id", b"a" * 300), (b"serve_multiplexed_model_id", b"\xfe")],
+)
+def test_a_header_that_serve_cannot_read_is_a_400(name: bytes, value: bytes) -> None:
+    sent, seen = ask([], headers=[(name, value)])
+    assert (sent[0]["status"], envelope(sent)["param"], seen) == (400, name.decode(), [])
+    assert ask([], headers=[(name, value)], method="HEAD")[0][1]["body"] == b""
+
+
+def test_a_client_cannot_keep_its_request_alive() -> None:
+    _, seen = ask([], headers=[(b"x-request-disconnect-disabled", b"?1"), (b"user-agent", b"\xff")])
+    assert seen == [(b"user-agent", b"\xff")]
+
+
+def test_it_is_what_serve_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uvicorn.config, "HTTP_PROTOCOLS", dict(uvicorn.config.HTTP_PROTOCOLS))
+    monkeypatch.setattr(serves_proxy, "get_http_response_status", serves_proxy.get_http_response_status)
+    assert [middleware.cls for middleware in middlewares()] == [JsonErrors, WholeRequests, Lingering]
+    config = uvicorn.Config(lambda: None, factory=True, log_config=None)  # as Serve makes it
+    config.load()
+    assert config.http_protocol_class is Connection
+
+
+def piece(body: bytes, more: bool = True) -> dict[str, Any]:
+    return {"type": "http.request", "body": body, "more_body": more}
+
+
+def passed_on(*coming: dict[str, Any] | float) -> tuple[list[Any], list[Any]]:
+    """What the app is given of what a client sends (a number is a pause in seconds), and what the client gets."""
+    given: list[Any] = []
+    sent: list[Any] = []
+
+    async def whole() -> None:
+        rest = iter(coming)
+
+        async def receive() -> Any:
+            for message in rest:
+                if not isinstance(message, float):
+                    return message
+                await asyncio.sleep(message)
+            await asyncio.sleep(0.2)
+            return {"type": "http.disconnect"}
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            while (message := await receive())["type"] != "http.disconnect":
+                given.append((message["body"], message["more_body"]))
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        outer = WholeRequests(app)
+        await outer({"type": "http", "method": "POST", "path": "/x", "raw_path": b"/x", "headers": []}, receive, send)
+        assert outer._held == 0
+
+    asyncio.run(whole())
+    return given, sent
+
+
+def test_a_body_goes_on_in_one_piece() -> None:
+    assert passed_on(piece(b"a"), 0.01, piece(b"b"), piece(b"c", False)) == ([(b"abc", False)], [])
+    assert passed_on(piece(b"", False)) == ([(b"", False)], [])
+
+
+def test_a_long_body_goes_on_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(middleware, "GATHERED", 3)
+    coming = [piece(b"ab"), piece(b"cd"), piece(b"ef"), piece(b"g", False)]
+    assert passed_on(*coming) == ([(b"abcd", True), (b"ef", True), (b"g", False)], [])
+
+
+def test_a_client_that_leaves_with_half_a_body_starts_nothing() -> None:
+    assert passed_on(piece(b"half"), {"type": "http.disconnect"}) == ([], [])
+
+
+def test_a_client_that_leaves_before_its_turn_starts_nothing() -> None:
+    assert passed_on(piece(b"whole", False), {"type": "http.disconnect"}) == ([], [])
+
+
+def test_a_slow_body_is_answered_before_serve_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(middleware, "GRACE_S", 0.02)
+    given, sent = passed_on(piece(b"a"), 60.0, piece(b"b", False))
+    assert given == [] and sent[0]["status"] == 408
+    assert (b"connection", b"close") in sent[0]["headers"]
+    assert envelope(sent)["code"] == "request_timeout"
+
+
+def test_of_many_that_come_at_once_each_waits_for_a_turn_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever shares the loop with 100 new requests is served between any two of them."""
+    monkeypatch.setattr(Cores, "full", lambda _: False)
+    order: list[str] = []
+
+    async def whole() -> None:
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            order.append("new")
+
+        async def receive() -> Any:
+            return piece(b"", False)
+
+        async def stream() -> None:
+            while order.count("new") < 100:
+                order.append("old")
+                await asyncio.sleep(0)
+
+        outer = WholeRequests(app)
+        scope = {"type": "http", "method": "POST", "path": "/x", "raw_path": b"/x", "headers": []}
+        await asyncio.gather(*(outer(scope, receive, receive) for _ in range(100)), stream())  # type: ignore[arg-type]
+
+    asyncio.run(whole())
+    assert "new,new" not in ",".join(order)

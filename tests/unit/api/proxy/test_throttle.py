@@ -1,0 +1,165 @@
+"""Requests begin in turns, with rests where no core of the machine is idle."""
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from cluster.api.proxy.throttle import HELD_S, LONGEST_REST_S, LOOK_S, Cores, Turns, rest_s
+
+
+class Machine:
+    """A machine of two cores whose kernel counts in the file `stat`; one tick is a hundredth of a second."""
+
+    def __init__(self, folder: Path) -> None:
+        self.stat = folder / "stat"
+        self.now = 0.0
+        self._busy = self._idle = self._disk = 0
+        self.passes(1.0, busy=0.0)
+
+    def passes(self, seconds: float, busy: float, disk: float = 0.0) -> None:
+        """Time passes in which the cores work for the share `busy` and wait for a disk for the share `disk`."""
+        ticks = round(seconds * 200)
+        self._busy, self._disk = self._busy + round(ticks * busy), self._disk + round(ticks * disk)
+        self._idle += ticks - round(ticks * busy) - round(ticks * disk)
+        self.now += seconds
+        self.stat.write_text(f"cpu  {self._busy} 0 0 {self._idle} {self._disk} 0 0 0 9 9\ncpu0 0 0 0 0 0 0 0 0 0 0\n")
+
+    def cores(self) -> Cores:
+        return Cores(self.stat, lambda: self.now)
+
+
+def test_a_machine_is_full_while_no_core_was_idle(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    cores = machine.cores()
+    assert not cores.full()
+    for busy, disk, full in ((1.0, 0.0, True), (0.5, 0.0, False), (0.9, 0.0, True), (0.5, 0.5, False)):
+        machine.passes(HELD_S, busy, disk)
+        assert cores.full() is full
+
+
+def test_a_machine_found_full_counts_as_full_for_a_second(tmp_path: Path) -> None:
+    """Else a moment's room would let a burst begin at once."""
+    machine = Machine(tmp_path)
+    cores = machine.cores()
+    cores.full()
+    machine.passes(LOOK_S, busy=1.0)
+    assert cores.full()
+    machine.passes(HELD_S * 0.9, busy=0.0)
+    assert cores.full()
+    machine.passes(HELD_S * 0.2, busy=0.0)
+    assert not cores.full()
+
+
+def test_the_counters_are_read_now_and_then(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    cores = machine.cores()
+    assert not cores.full()
+    machine.passes(LOOK_S / 2, busy=1.0)
+    assert not cores.full()
+    machine.passes(LOOK_S / 2, busy=1.0)
+    assert cores.full()
+
+
+@pytest.mark.parametrize("text", [None, "", "cpu a b c d e f g h\n"])
+def test_without_counters_no_machine_is_full(tmp_path: Path, text: str | None) -> None:
+    machine = Machine(tmp_path)
+    machine.stat.unlink() if text is None else machine.stat.write_text(text)
+    cores = machine.cores()
+    for _ in range(3):
+        machine.now += 1.0
+        assert not cores.full()
+
+
+def test_this_machine_has_counters() -> None:
+    assert Cores()._count() is not None
+
+
+def test_a_rest_keeps_the_cost_of_beginnings_to_an_eighth_of_the_machine() -> None:
+    assert rest_s(0, 2) == pytest.approx(0.024)
+    assert rest_s(0, 64) == pytest.approx(0.024 / 32)
+    assert rest_s(100_000, 2) == pytest.approx(0.036)
+    assert rest_s(1 << 20, 2) == LONGEST_REST_S
+
+
+class Given(Cores):
+    def __init__(self, full: bool) -> None:
+        super().__init__()
+        self._given = full
+
+    def full(self) -> bool:
+        return self._given
+
+
+def began(full: bool, charged: bool = True) -> list[float]:
+    """When each of four requests that come at once begins, in seconds after the first; a rest is `LONGEST_REST_S`."""
+
+    async def all_begin() -> list[float]:
+        turns, times = Turns(Given(full)), []
+        clock = asyncio.get_running_loop().time
+
+        async def one() -> None:
+            await turns.wait()
+            times.append(clock())
+            if charged:
+                turns.charge(1 << 30)
+
+        await asyncio.gather(*(one() for _ in range(4)))
+        return [each - times[0] for each in times]
+
+    return asyncio.run(all_begin())
+
+
+def test_on_a_full_machine_requests_begin_with_rests_between_them() -> None:
+    for turn, at in enumerate(began(full=True)):
+        assert at >= turn * LONGEST_REST_S * 0.99
+
+
+@pytest.mark.parametrize(("full", "charged"), [(False, True), (True, False)])
+def test_nobody_rests_on_a_machine_with_room_or_after_who_has_left(full: bool, charged: bool) -> None:
+    assert began(full, charged)[-1] < 3 * LONGEST_REST_S
+
+
+def test_an_interrupt_ends_all_waits_and_keeps_the_order_of_those_who_ask_again() -> None:
+    """Who has left meanwhile takes no turn."""
+
+    async def all_wait() -> list[tuple[int, bool]]:
+        turns, given = Turns(Given(True)), []
+
+        async def one(number: int) -> None:
+            while not (turn := await turns.wait()):
+                given.append((number, turn))
+            given.append((number, turn))
+
+        assert await turns.wait()
+        turns.charge(1 << 30)
+        tasks = [asyncio.ensure_future(one(number)) for number in range(4)]
+        await asyncio.sleep(0)
+        tasks[1].cancel()
+        turns.interrupt()
+        await asyncio.sleep(LONGEST_REST_S / 10)
+        assert given == [(0, False), (2, False), (3, False)]
+        tasks[2].cancel()
+        await asyncio.wait(tasks)
+        return given
+
+    assert asyncio.run(all_wait())[3:] == [(0, True), (3, True)]
+
+
+def test_a_refused_request_lets_the_next_one_begin_sooner() -> None:
+    """Three refusals, each known at once: the fourth request begins after three rests of `REFUSE_S`."""
+
+    async def all_begin() -> float:
+        turns = Turns(Given(True))
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        for refused in (True, True, True, False):
+            assert await turns.wait()
+            turns.charge(0)
+            if refused:
+                asyncio.get_running_loop().call_soon(turns.refused)  # while the next one waits
+        return clock() - began
+
+    rest = (rest_s(0, os.cpu_count() or 1)) / 3
+    assert 3 * rest * 0.99 <= asyncio.run(all_begin()) < 3 * rest + rest_s(0, os.cpu_count() or 1)

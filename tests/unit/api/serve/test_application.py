@@ -1,0 +1,85 @@
+"""What a replica decides before it starts anything: whether everyone who reaches the server may use it."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cluster.api.launch.keys import create
+from cluster.api.serve import application
+from cluster.api.serve.settings import AppSettings, parse
+from cluster.config import ConfigError
+
+
+def settings(**more: Any) -> AppSettings:
+    return parse({"llm_configs": [{"model_loading_config": {"model_id": "m"}}], **more})
+
+
+@pytest.fixture
+def listening(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets where Serve's proxies listen."""
+    monkeypatch.delenv("AERIE_API_KEY", raising=False)
+    monkeypatch.delenv("AERIE_ADMIN_API_KEY", raising=False)
+
+    def on(host: str | None) -> None:
+        client = SimpleNamespace(http_config=SimpleNamespace(host=host))
+        monkeypatch.setattr(application, "_get_global_client", lambda: client)
+
+    return on
+
+
+def test_a_replica_that_others_reach_needs_keys_or_the_word(
+    listening: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listening("0.0.0.0")
+    with pytest.raises(ConfigError, match=r"'0\.0\.0\.0' is reachable from other machines and there are no API keys"):
+        application._rest_options(settings())
+    assert application._rest_options(settings(allow_unauthenticated=True))["keys"] is None
+    key = create(tmp_path / "keys", "ann", "use")
+    keys = application._rest_options(settings(api_keys_file=str(tmp_path / "keys")))["keys"]
+    assert keys.find(key.encode()).name == "ann"
+    monkeypatch.setenv("AERIE_API_KEY", "sk-a-key-of-the-environment")
+    keys = application._rest_options(settings(allow_unauthenticated=True))["keys"]
+    assert keys.find(b"sk-a-key-of-the-environment").scope == "use", "the word does not make keys void"
+
+
+def test_on_loopback_keys_are_needed_only_where_they_are_asked_for(listening: Any) -> None:
+    listening("127.0.0.1")
+    assert application._rest_options(settings()) == {"keys": None, "origins": [], "page": True}
+    assert not application._rest_options(settings(page=False))["page"]
+    with pytest.raises(ConfigError, match="api_keys_file '/no/keys' cannot be read: No such file"):
+        application._rest_options(settings(api_keys_file="/no/keys"))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"api_keys_file": "keys"}, "api_keys_file 'keys' must be an absolute path"),
+        ({"allowed_origins": ["chat.example"]}, "'chat.example' must be SCHEME://HOST"),
+        ({"allowed_origins": ["https://chat.example/"]}, "must be SCHEME://HOST"),
+        ({"allowed_origins": ["https://Chat.example"]}, "must be SCHEME://HOST"),
+        ({"allowed_origins": ["https://*.example"]}, "must be SCHEME://HOST"),
+        ({"allowed_origins": "https://chat.example"}, "allowed_origins"),
+        ({"tool_call_parser": "hermez"}, "tool_call_parser 'hermez' is not known; known are auto, none, hermes"),
+        ({"reasoning_parser": "r1"}, "reasoning_parser 'r1' is not known; known are auto, none, think"),
+        ({"tool_call_parser": "hermes", "reasoning_parser": "gpt-oss"}, "do not go together"),
+        ({"api_key": "x"}, "unknown setting 'api_key'; did you mean 'api_keys_file'"),
+    ],
+)
+def test_settings_that_are_wrong_are_refused_by_name(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        settings(**given)
+    assert said in str(refused.value)
+
+
+def test_names_of_other_servers_for_formats() -> None:
+    assert settings().parsers == (None, None)
+    assert settings(tool_call_parser="auto", reasoning_parser="deepseek-r1").parsers == (None, "think")
+    assert settings(tool_call_parser="qwen25", reasoning_parser="none").parsers == ("hermes", "none")
+    assert settings(tool_call_parser="openai", reasoning_parser="openai_gptoss").parsers == ("gpt-oss", "gpt-oss")
+
+
+def test_origins() -> None:
+    origins = ["*", "https://chat.example", "http://localhost:3000", "http://[::1]:3000", "chrome-extension://abcdef"]
+    assert settings(allowed_origins=origins).allowed_origins == origins

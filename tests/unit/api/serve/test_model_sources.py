@@ -1,0 +1,83 @@
+"""Names of a hub in an application's settings: resolved once, in whatever spelling they are given."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.api.launch.plan import make_plan
+from cluster.api.serve.model_sources import facts_of_sources, pinned
+from cluster.api.serve.settings import AppSettings, parse
+from cluster.config import ConfigError
+from tests.fake_hub import FakeHub, commit_of
+from tests.tiny import draft_folder, target_folder
+from tests.unit.arch.hub.conftest import hub
+
+__all__ = ["hub"]  # the fixture
+
+MAIN = f"main#{commit_of('main')}"
+
+
+@pytest.fixture
+def models(hub: FakeHub) -> FakeHub:
+    hub.add("org/target", target_folder())
+    hub.add("org/draft", draft_folder(target_folder()))
+    return hub
+
+
+def settings(kwargs: dict[str, Any], **loading: Any) -> AppSettings:
+    llm = {"model_loading_config": {"model_id": "m", **loading}, "engine_kwargs": kwargs}
+    return parse({"llm_configs": [llm]})
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [
+        {"speculative_draft_model_path": "org/draft"},
+        {"speculative_draft_model": "org/draft"},
+        {"speculative_config": {"model": "org/draft", "num_speculative_tokens": 2}},
+    ],
+)
+def test_every_name_gets_its_commit(models: FakeHub, draft: dict[str, Any]) -> None:
+    given = settings(draft, model_source="org/target", tokenizer_source="org/target")
+    made = pinned(given)
+    engine = made.llm.engine_config()
+    assert engine.model_path == engine.tokenizer_path == f"hf://org/target@{MAIN}"
+    assert engine.speculative_draft_model_path == f"hf://org/draft@{MAIN}"
+    assert engine.speculative_num_steps == given.llm.engine_config().speculative_num_steps
+    assert made.llm.model_loading_config.model_id == "m"
+    asked = len(models.log)
+    assert sum("/revision/" in sent.path for sent in models.log) == 2, "of a name that is given twice, once"
+    assert pinned(made) == made and len(models.log) == asked, "what has a commit is not asked for again"
+    assert facts_of_sources(engine)["draft_commit"] == commit_of("main")
+    assert facts_of_sources(engine)["model_revision"] == "main"
+
+
+def test_a_model_id_alone_may_be_a_name_and_folders_stay(models: FakeHub) -> None:
+    made = pinned(settings({}, model_id="org/target"))
+    assert made.llm.model_loading_config.model_source == f"hf://org/target@{MAIN}"
+    assert made.llm.model_loading_config.model_id == "org/target"
+    folder = settings({}, model_source=target_folder())
+    assert pinned(folder) == folder
+
+
+def test_a_plan_checks_a_model_without_its_weights(models: FakeHub) -> None:
+    plan = make_plan(None, [("speculative_draft_model_path", "org/draft"), ("tp_size", 2)], "org/target@main")
+    assert plan.settings.llm.model_loading_config.model_id == "org/target" and not plan.left_behind
+    assert plan.engine.model_path == f"hf://org/target@{MAIN}"
+    with pytest.raises(ConfigError, match=r"cannot be split over 3 ranks"):
+        make_plan(None, [("tp_size", 3)], "org/target")
+    with pytest.raises(ConfigError, match=rf"'org/target@{commit_of('main')}' is not a draft|not a draft"):
+        make_plan(None, [("speculative_draft_model_path", "org/target")], "org/target")
+    sent = [one for one in models.downloads("model.safetensors") if not one.range]
+    assert not sent, "headers alone were read"
+
+
+def test_a_note_of_a_draft_left_behind_knows_the_model_by_its_name(models: FakeHub, tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(
+        "applications: [{args: {llm_configs: [{model_loading_config: {model_id: m, model_source: org/target},"
+        " engine_kwargs: {speculative_draft_model_path: org/draft}}]}}]"
+    )
+    assert not make_plan(str(file), ["speculative_algorithm=null"]).left_behind
+    assert "'org/draft' belongs to 'org/target'" in make_plan(str(file), [], target_folder()).left_behind

@@ -1,0 +1,74 @@
+"""The page of all ingress replicas, some of which do not answer."""
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, GetTimeoutError
+from ray.serve.handle import DeploymentBroadcastResponse
+
+from cluster.api.serve import application
+from cluster.api.serve.application import ResilientService
+from cluster.observability.metrics import ServingMetrics
+
+
+class Asked:
+    """One replica's answer, as Serve has it: bytes, an error, or nothing ever."""
+
+    def __init__(self, answer: bytes | Exception | None) -> None:
+        self._answer = answer
+
+    def get(self, timeout_s: float | None) -> bytes:
+        if self._answer is None:
+            assert timeout_s is not None
+            time.sleep(timeout_s)
+            raise GetTimeoutError
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        return self._answer
+
+    async def get_async(self) -> bytes:
+        if self._answer is None:
+            await asyncio.Event().wait()
+        return self.get(None)
+
+
+class Peers:
+    """The handle of the ingress deployment."""
+
+    def __init__(self, *answers: bytes | Exception | None) -> None:
+        self._answers = answers
+
+    def broadcast(self, method: str) -> Any:
+        async def replicas() -> list[Asked]:
+            return [Asked(answer) for answer in self._answers]
+
+        return DeploymentBroadcastResponse(replicas(), asyncio.get_running_loop())  # type: ignore[arg-type]
+
+
+class NoGrammars:
+    """In the place of what compiles."""
+
+    def __init__(self, tokenizer: None, model: None) -> None:
+        pass
+
+    def start(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("silent", [None, ActorDiedError()], ids=["silent", "dead"])
+def test_a_replica_that_does_not_answer_takes_no_other_s_sample_away(
+    monkeypatch: pytest.MonkeyPatch, silent: Exception | None
+) -> None:
+    monkeypatch.setattr(application, "PEERS_TIMEOUT_S", 0.3)
+    engine: Any = None
+
+    async def ingresses(*answers: bytes | Exception | None) -> list[bytes]:
+        rest = application.Rest(make_app=None, tokenizer=None, model_info=None, grammars=NoGrammars)
+        service = ResilientService(engine, None, rest, ServingMetrics(model_name="m"), Peers(*answers))
+        return await service._ingresses()
+
+    assert asyncio.run(ingresses(b"one", silent, b"two")) == [b"one", b"two"]
+    (own,) = asyncio.run(ingresses(silent))
+    assert b"aerie" in own

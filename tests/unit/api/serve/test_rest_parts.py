@@ -1,0 +1,66 @@
+"""What a replica reads texts with, and that a start which cannot succeed ends at once."""
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cluster.api.core.protocol import ChatRequest
+from cluster.api.serve.rest_parts import Rest, load_rest, together
+from cluster.config import ConfigError, EngineConfig
+from cluster.paths.checkout import CHECKOUT, DEMO_TARGET
+
+
+def test_of_two_things_that_load_the_first_failure_ends_the_start() -> None:
+    ended = []
+
+    async def endless() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("endless")
+
+    async def fails() -> None:
+        raise ConfigError("no tokenizer")
+
+    async def gives() -> int:
+        return 3
+
+    assert asyncio.run(together(gives(), gives())) == (3, 3)
+    for pair in ((endless(), fails()), (fails(), endless())):
+        with pytest.raises(ConfigError, match="no tokenizer"):
+            asyncio.run(asyncio.wait_for(together(*pair), 10))
+    assert ended.count("endless") >= 1
+
+
+def rest_of(folder: Path, **more: str) -> Rest:
+    return load_rest(EngineConfig.model_validate({"model_path": str(folder), **more}), (None, None))
+
+
+def test_a_folder_with_another_kind_of_tokenizer_is_refused_and_one_without_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert rest_of(tmp_path).tokenizer is None and "only token ids are served" in caplog.text
+    (tmp_path / "tekken.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"set tokenizer_path to a folder .* of a tekken.json with .*save_format"):
+        rest_of(tmp_path)
+    (tmp_path / "tekken.json").unlink()
+    (tmp_path / "tokenizer.json").symlink_to(tmp_path / "blobs" / "gone")
+    with pytest.raises(ConfigError, match="no tokenizer at"):
+        rest_of(tmp_path)
+
+
+def test_the_template_of_a_processor_counts(tmp_path: Path) -> None:
+    shutil.copy(CHECKOUT / DEMO_TARGET / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    assert not rest_of(tmp_path).tokenizer.has_template
+    template = "{% for message in messages %}<{{ message.content }}>{% endfor %}"
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    tokenizer = rest_of(tmp_path).tokenizer
+    asked = ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": "hi"}]})
+    assert asyncio.run(tokenizer.encode_chat(asked.messages, asked, 2)).text == "<hi>"
+    (tmp_path / "chat_template.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"chat_template\.json is not a JSON object"):
+        rest_of(tmp_path)

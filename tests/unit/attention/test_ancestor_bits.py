@@ -1,0 +1,33 @@
+"""Masks as bits and back, over one word and several."""
+
+import pytest
+import torch
+
+from cluster.attention.ancestor_bits import line_bits, own_bits, packed, visible_in, words
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("width", [1, 2, 31, 32, 33, 63, 64, 65, 100])
+def test_there_and_back(width: int) -> None:
+    torch.manual_seed(width)
+    visible = torch.rand(3, 5, width) < 0.5
+    bits = packed(visible)
+    assert (bits.shape, bits.dtype) == ((3, 5, -(-width // 32)), torch.int32)
+    assert torch.equal(visible_in(bits, width), visible)
+    for j in range(width):
+        assert torch.equal((bits[..., j // 32] >> (j % 32) & 1).bool(), visible[..., j]), "by the definition"
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (1, 7), (4, 4), (3, 40), (40, 40)])
+def test_rows_in_a_line(rows: int, width: int) -> None:
+    expected = [[j <= width - rows + i for j in range(width)] for i in range(rows)]
+    assert visible_in(line_bits(rows, width, CPU), width).tolist() == [expected]
+    assert line_bits(rows, width, CPU) is line_bits(rows, width, CPU), "made once"
+
+
+@pytest.mark.parametrize(("start", "rows", "width"), [(0, 1, 1), (0, 4, 4), (4, 4, 12), (30, 5, 40)])
+def test_own_slots(start: int, rows: int, width: int) -> None:
+    seen = visible_in(own_bits(start, rows, width, CPU), width)
+    assert seen.tolist() == [[[j == start + i for j in range(width)] for i in range(rows)]]
+    assert words(width) == own_bits(start, rows, width, CPU).shape[2]

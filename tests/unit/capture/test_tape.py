@@ -1,0 +1,115 @@
+"""What a tape replays equals the program, on new inputs, in buffers that hold nothing useful."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from cluster.capture.buffers import Buffers
+from cluster.capture.recorder import CaptureError, opaque
+from cluster.capture.tape import Tape
+
+ROWS = torch.tensor([1, 2])
+
+
+def poison(tape: Tape) -> None:
+    with torch.inference_mode():
+        for buffer in tape.buffers:
+            buffer.fill_(math.nan if buffer.is_floating_point() else 1)
+
+
+def decided(rows: Tensor) -> Tensor:
+    """Takes another way for other numbers."""
+    return rows * 2 if float(rows.sum()) > 0 else rows - 1
+
+
+def program(x: Tensor, w: Tensor, memory: Tensor) -> list[Tensor]:
+    """Products, views, writes in place, indexing, what has no variant for given outputs, one call that decides."""
+    rows = (x @ w).relu()
+    part = rows.view(2, 10)[1:].clone()
+    marks = torch.zeros(4, 2, dtype=x.dtype).scatter_(1, torch.arange(4)[:, None] % 2, 1.0)
+    memory.index_copy_(0, ROWS, rows[:2])
+    values, ids = opaque(decided, rows).topk(2)
+    chosen = torch.where(values > 1, values, -1.0)
+    return [
+        values,
+        ids,
+        part,
+        marks,
+        chosen,
+        values.softmax(-1).cumprod(-1),
+        memory[ids[:, 0]],
+        rows[:, :2].contiguous(),
+    ]
+
+
+def test_a_replay_equals_the_program_twenty_times() -> None:
+    x, w, memory = torch.randn(4, 3), torch.randn(3, 5), torch.zeros(6, 5)
+    tape = Tape(lambda: program(x, w, memory))
+    places = [buffer.data_ptr() for buffer in tape.buffers]
+    for number in range(20):
+        x.copy_(torch.randn(4, 3)) if number % 2 else x.neg_()
+        with torch.inference_mode():
+            memory.zero_()
+            wanted, kept = program(x, w, memory), memory.clone()
+            memory.zero_()
+        poison(tape)
+        tape.replay()
+        assert all(torch.equal(a, b) for a, b in zip(tape.output, wanted, strict=True))
+        assert torch.equal(memory, kept)
+    assert places == [buffer.data_ptr() for buffer in tape.buffers]
+    assert tape.bytes == sum(buffer.untyped_storage().nbytes() for buffer in tape.buffers) > 0
+
+
+def layers(x: Tensor, w: Tensor, count: int) -> Tensor:
+    for _ in range(count):
+        x = (x @ w).softmax(-1) + opaque(decided, x)
+    return x
+
+
+def test_what_a_layer_is_done_with_the_next_one_works_in() -> None:
+    x, w = torch.randn(4, 5), torch.randn(5, 5)
+    few, many = (Tape(lambda count=count: layers(x, w, count)) for count in (3, 30))
+    assert len(many) > 9 * len(few) and many.bytes == few.bytes
+    for _ in range(3):
+        poison(many)
+        many.replay()
+        with torch.inference_mode():
+            assert torch.equal(many.output, layers(x, w, 30))
+        x.copy_(torch.randn(4, 5))
+
+
+def test_tapes_share_memory_but_for_what_they_give() -> None:
+    x, w, buffers = torch.randn(4, 5), torch.randn(5, 5), Buffers()
+    first, second = (Tape(lambda: layers(x, w, 5), buffers) for _ in range(2))
+    assert 0 < second.bytes <= x.nbytes < first.bytes
+    first.replay()
+    kept = first.output.clone()
+    poison(second)
+    second.replay()
+    assert torch.equal(first.output, kept) and torch.equal(second.output, kept)
+
+
+@pytest.mark.parametrize(
+    ("asking", "what"),
+    [
+        (lambda x: x.sum().item(), "item"),
+        (lambda x: x if bool((x > 0).any()) else -x, "a value"),
+        (lambda x: x[x > 0], "index"),
+        (lambda x: x.nonzero(), "nonzero"),
+        (lambda x: x.repeat_interleave(ROWS, dim=0), "repeat_interleave"),
+        (lambda x: x + torch.tensor([1.0, 2.0]), "no numbers from the host"),
+    ],
+)
+def test_what_asks_cannot_be_captured(asking: Callable[[Tensor], object], what: str) -> None:
+    with pytest.raises(CaptureError, match=what):
+        Tape(lambda: asking(torch.ones(2, 2)))
+
+
+def test_after_a_failed_capture_nothing_is_recorded_any_more() -> None:
+    with pytest.raises(CaptureError):
+        Tape(lambda: torch.ones(2).nonzero())
+    assert torch.equal(opaque(decided, torch.ones(2)), torch.full((2,), 2.0))
+    assert len(Tape(lambda: torch.ones(2) + 1)) == 2

@@ -1,0 +1,61 @@
+"""Times are those of the device's work, not of the host that queues it."""
+
+import time
+from dataclasses import dataclass
+
+import pytest
+
+from cluster.device.timing import HOST, Spans
+from cluster.distributed.progress import Clock
+from cluster.spec.result import Phases
+
+
+@dataclass
+class Queue:
+    """A device that is told at once what takes it `work` seconds; a moment is when it will come there."""
+
+    at: float = 0.0
+
+    def tell(self, work: float) -> None:
+        self.at += work
+
+    def now(self) -> float:
+        return self.at
+
+    def between(self, start: float, end: float) -> float:
+        return end - start
+
+
+def test_spans_are_the_devices() -> None:
+    queue = Queue()
+    spans = Spans(queue)
+    for work in (2.0, 3.0):
+        queue.tell(100.0)
+        with spans:
+            queue.tell(work)
+    assert spans.take() == 5.0
+    assert spans.take() == 0.0, "taken"
+
+
+def test_the_hosts_own_spans_are_by_its_clock() -> None:
+    spans = Spans()
+    with spans:
+        time.sleep(0.02)
+    assert 0.02 <= spans.take() < 1.0
+
+
+def test_waits_of_two_kinds_of_collectives_add_up() -> None:
+    """The ranks' facts go over the host, their rows over the device."""
+    clock, queue = Clock(), Queue()
+    began = clock.begin(queue)
+    assert clock.waits
+    queue.tell(4.0)
+    clock.end(began, queue)
+    assert not clock.waits and clock.calls == 1
+    began = clock.begin(HOST)
+    clock.end(began, HOST)
+    assert clock.split().take() == pytest.approx(4.0, abs=0.1)
+
+
+def test_phases_are_what_lies_between_their_moments() -> None:
+    assert Phases(Queue(), [1.0, 3.0, 6.0, 10.0]).seconds() == {"draft": 2.0, "target": 3.0, "extend": 4.0}

@@ -1,0 +1,165 @@
+"""Progress that is seen from outside: CPU time of the threads that compute, and of no others."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from cluster.distributed.cpu_progress import Effort, Pulse
+
+
+def burn(until: threading.Event) -> None:
+    while not until.is_set():
+        sum(range(1000))
+
+
+@contextmanager
+def computing(effort: Effort, work: Callable[[threading.Event], None]) -> Iterator[None]:
+    """A thread that begins `effort` and does some work until the end."""
+    begun, over = threading.Event(), threading.Event()
+
+    def run() -> None:
+        effort.begin()
+        begun.set()
+        work(over)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    begun.wait()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def grows(effort: Effort, by: float = 0.05, within_s: float = 30.0) -> bool:
+    began, until = effort.seconds(), time.monotonic() + within_s
+    while time.monotonic() < until:
+        if effort.seconds() - began > by:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_the_thread_that_computes_counts() -> None:
+    effort = Effort("aerie-test-1")
+    with computing(effort, burn):
+        assert grows(effort)
+
+
+def test_a_thread_that_it_started_counts_too() -> None:
+    def starts_another(over: threading.Event) -> None:
+        helper = threading.Thread(target=burn, args=(over,))
+        helper.start()
+        over.wait()
+        helper.join()
+
+    effort = Effort("aerie-test-2")
+    with computing(effort, starts_another):
+        assert grows(effort)
+
+
+def test_no_other_thread_of_the_process_counts() -> None:
+    effort, over = Effort("aerie-test-3"), threading.Event()
+    other = threading.Thread(target=burn, args=(over,))
+    other.start()
+    try:
+        with computing(effort, threading.Event.wait):
+            assert not grows(effort, by=0.001, within_s=0.5)
+    finally:
+        over.set()
+        other.join()
+
+
+def test_where_threads_may_take_no_names_the_one_that_computes_still_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(Path, "write_text", refused)
+    effort = Effort("aerie-test-4")
+    with computing(effort, burn):
+        assert grows(effort)
+
+
+def test_a_thread_that_begins_while_others_are_looked_at_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look that found the thread before it had its name keeps what it found; the thread counts all the same."""
+    effort, named = Effort("aerie-test-5"), threading.Event()
+    own = Effort._is_own
+
+    def slow(self: Effort, task: str) -> bool | None:
+        found = own(self, task)
+        if task == str(thread.native_id):
+            looked.set()
+            named.wait()
+        return found
+
+    looked, begin, over = threading.Event(), threading.Event(), threading.Event()
+
+    def run() -> None:
+        begin.wait()
+        effort.begin()
+        named.set()
+        burn(over)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    monkeypatch.setattr(Effort, "_is_own", slow)
+    look = threading.Thread(target=effort.seconds)
+    look.start()
+    looked.wait()
+    begin.set()
+    look.join()
+    monkeypatch.setattr(Effort, "_is_own", own)
+    try:
+        assert grows(effort)
+    finally:
+        over.set()
+        thread.join()
+
+
+class Spent(Effort):
+    """CPU seconds by hand."""
+
+    def __init__(self) -> None:
+        super().__init__("aerie-test")
+        self.spent = 0.0
+
+    def seconds(self) -> float:
+        return self.spent
+
+
+def aged(marks: object, spent: float, waits: bool = False, after_s: float = 0.2) -> tuple[bool, bool]:
+    """Whether a pulse of marks 1 and no CPU time is young, by anything and by marks, at the next look."""
+    effort = Spent()
+    pulse = Pulse(effort)
+    pulse.look(1)
+    time.sleep(after_s)
+    effort.spent = spent
+    pulse.look(marks, waits)
+    return pulse.age_s < after_s, pulse.unmarked_s < after_s
+
+
+def test_marks_and_cpu_time_are_signs_of_life() -> None:
+    assert aged(1, 0.0) == (False, False)
+    assert aged(2, 0.0) == (True, True)
+    assert aged(1, 0.01) == (True, False)
+    assert aged(1, 0.0001) == (False, False)  # a thread that wakes up now and then
+    assert aged(1, 0.01, waits=True) == (False, False)  # polling for a peer is not work
+    assert aged(2, 0.0, waits=True) == (True, True)
+
+
+def test_the_cpu_time_of_a_thread_that_ended_is_not_missed() -> None:
+    effort = Spent()
+    effort.spent = 50.0
+    pulse = Pulse(effort)
+    pulse.look(1)
+    effort.spent = 1.0
+    pulse.look(1)
+    time.sleep(0.1)
+    effort.spent = 1.1
+    pulse.look(1)
+    assert pulse.age_s < 0.1

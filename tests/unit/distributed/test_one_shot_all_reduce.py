@@ -1,0 +1,119 @@
+"""The all-reduce in one kernel: the operator's signature, which rows take it, and that it is held to its twin."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cluster.config import ConfigError, EngineConfig
+from cluster.distributed import one_shot_all_reduce
+from cluster.distributed.one_shot_all_reduce import DTYPES, MOST_BYTES, OneShot, WrongSumError, hold_to_twin
+from cluster.distributed.process_group import Axis
+from cluster.engine import build_engine
+from cluster.engine.one_shot_setting import refuse_summing, sum_in_one_shot
+
+TAKES = "Tensor symm_buffer, Tensor local_input, str reduce_op, str group_name"
+CPU = torch.device("cpu")
+
+
+def test_the_installed_torch_has_the_operators_that_are_called() -> None:
+    assert (
+        str(torch.ops.symm_mem.one_shot_all_reduce_copy.default._schema)
+        == f"symm_mem::one_shot_all_reduce_copy({TAKES}) -> Tensor"
+    )
+    symmetric = one_shot_all_reduce.import_module("torch.distributed._symmetric_memory")
+    assert callable(symmetric.empty) and callable(symmetric.rendezvous)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "dtype", "taken"),
+    [
+        (4, torch.float32, True),
+        (8, torch.bfloat16, True),
+        (4, torch.bfloat16, False),  # 8 bytes
+        (5, torch.float32, False),
+        (0, torch.float32, False),
+        (MOST_BYTES // 4, torch.float32, True),
+        (MOST_BYTES // 4 + 4, torch.float32, False),
+        (8, torch.float16, False),
+        (8, torch.float64, False),
+        (8, torch.int64, False),
+    ],
+)
+def test_few_rows_that_the_kernel_can_read_take_it(numbers: int, dtype: torch.dtype, taken: bool) -> None:
+    assert OneShot.takes(torch.zeros(1, numbers, dtype=dtype)) is taken
+
+
+@pytest.fixture
+def symmetric(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Symmetric memory of a group of two whose peer has the same rows."""
+    calls: list[tuple[Any, ...]] = []
+
+    def empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def copy(buffer: Tensor, rows: Tensor, op: str, group: str) -> Tensor:
+        assert buffer.shape == rows.shape and buffer.dtype == rows.dtype and rows.is_contiguous()
+        calls.append((op, group))
+        return rows + rows
+
+    module = SimpleNamespace(empty=empty, rendezvous=lambda buffer, group: calls.append(("meet", group)))
+    monkeypatch.setattr(one_shot_all_reduce, "import_module", lambda name: module)
+    monkeypatch.setattr(torch.ops.symm_mem, "one_shot_all_reduce_copy", copy)
+    return calls
+
+
+def doubled(rows: Tensor) -> Tensor:
+    return rows * 2
+
+
+def same(rows: Tensor) -> Tensor:
+    return torch.cat([rows, rows])
+
+
+def test_it_equals_its_twin_and_an_axis_uses_it_for_few_rows_only(symmetric: list[tuple[Any, ...]]) -> None:
+    kernel = OneShot(SimpleNamespace(group_name="g"), 2, CPU)
+    assert symmetric == [("meet", "g")] * len(DTYPES)
+    hold_to_twin(kernel, 0, doubled, same, CPU)
+    symmetric.clear()
+    axis, rows = Axis(0, 2, direct=True, one_shot=kernel), torch.arange(8.0).view(4, 2).t()
+    assert torch.equal(axis.all_reduce(rows), rows * 2) and symmetric == [("sum", "g")]
+    assert axis.clock.calls == 1
+    with pytest.raises((RuntimeError, ValueError)):  # NCCL's, which is not there
+        axis.all_reduce(torch.zeros(5))
+
+
+@pytest.mark.parametrize(
+    ("twin", "every", "what"),
+    [
+        (lambda rows: rows * 3, same, "not those of the ordinary"),
+        (doubled, lambda rows: torch.cat([rows, rows * (1 + 1e-6)]), "ranks get different sums"),
+    ],
+)
+def test_a_kernel_that_differs_is_refused(
+    symmetric: list[tuple[Any, ...]], twin: Callable[[Tensor], Tensor], every: Callable[[Tensor], Tensor], what: str
+) -> None:
+    with pytest.raises(WrongSumError, match=what):
+        hold_to_twin(OneShot(SimpleNamespace(group_name="g"), 2, CPU), 0, twin, every, CPU)
+
+
+def test_more_ranks_than_a_node_has_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="9 ranks are more than 8"):
+        OneShot(SimpleNamespace(group_name="g"), 9, CPU)
+
+
+def config(**settings: Any) -> EngineConfig:
+    return EngineConfig.from_kwargs({"model_path": "m", "one_shot_all_reduce": True, **settings})
+
+
+def test_the_setting_is_refused_where_it_cannot_be_had() -> None:
+    with pytest.raises(ConfigError, match=r"one_shot_all_reduce .* device is cpu; unset it"):
+        build_engine(config(device="cpu"))
+    with pytest.raises(ConfigError, match=r"one_shot_all_reduce .* tp_size is 1; unset it"):
+        refuse_summing(config(), torch.device("cuda"))
+    mesh: Any = SimpleNamespace(world=Axis(0, 9, SimpleNamespace(group_name="g"), direct=True), attn=Axis())
+    with pytest.raises(ConfigError, match=r"one_shot_all_reduce cannot be had among 9 ranks: .*; unset it"):
+        sum_in_one_shot(config(tp_size=9), mesh, CPU)

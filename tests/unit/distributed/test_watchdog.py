@@ -1,0 +1,258 @@
+"""The wait for a device: whom it blames, and how long it takes to."""
+
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cluster.device.wait_hook import catch_up, watched
+from cluster.distributed import watchdog as watches
+from cluster.distributed.errors import Farewell, Farewells, PeerLostError, StuckDeviceError, believed, bounded
+from cluster.distributed.heartbeat import Sign, StepThread
+from cluster.distributed.mesh import Axis, Mesh
+from cluster.distributed.progress import Clock
+from cluster.distributed.watchdog import Watch
+from cluster.engine import build_engine
+from tests.parity.harness import SAMPLING, config_of, request, tiny_pair
+
+LIMIT_S = 0.4
+
+
+class Timer:
+    """A device that has come to `come` of the moments, and to the end when `ends` says so."""
+
+    def __init__(self, ends: Callable[[], bool] = lambda: False) -> None:
+        self.noted, self.come, self._ends = 0, 0, ends
+
+    def now(self) -> int:
+        self.noted += 1
+        return self.noted
+
+    def between(self, start: int, end: int) -> float:
+        return 0.0
+
+    def here(self) -> None:
+        self.thread = threading.get_native_id()
+
+    def reached(self, moment: int) -> bool:
+        return moment <= self.come or (moment == self.noted and self._ends())
+
+
+class Signs:
+    """What a herald has heard: `silent` and `still` ranks neither say nor do anything from now on."""
+
+    def __init__(
+        self, world: int, silent: tuple[int, ...] = (), still: tuple[int, ...] = (), store: bool = True
+    ) -> None:
+        self.alarm, self._silent, self._still, self._store = threading.Event(), silent, still, store
+        now = time.monotonic()
+        self._signs = [Sign(now, now, 1, 4, "target", 10 + rank) for rank in range(world)]
+        self._began = now
+
+    @property
+    def answered(self) -> float:
+        return time.monotonic() if self._store else self._began
+
+    @property
+    def signs(self) -> list[Sign]:
+        now = time.monotonic()
+        for rank, sign in enumerate(self._signs):
+            if self._store and rank not in self._silent:
+                sign.heard = now
+                sign.moved = sign.moved if rank in self._still else now
+        return self._signs
+
+    def hurry(self, limit_s: float) -> None:
+        """Nothing to hurry."""
+
+
+class Told(Mesh):
+    """A mesh that notes what is said."""
+
+    def say(self, farewell: Farewell) -> None:
+        said.append(farewell)
+
+    def explain(self, cause: str) -> PeerLostError:
+        return PeerLostError(f"rank 2 left: {cause}", 2, *self.position)
+
+
+said: list[Farewell] = []
+
+
+def watch(rank: int, signs: Signs | None, timer: Timer) -> Watch:
+    said.clear()
+    world = 1 if signs is None else len(signs._signs)
+    given: Any = signs
+    mesh = Told(rank, Axis(rank, world, clock=Clock()), position=(4, "target"), herald=given)
+    made = Watch(mesh, timer)
+    made.serve(LIMIT_S)
+    return made
+
+
+def lost(made: Watch) -> Any:
+    began = time.monotonic()
+    with pytest.raises((PeerLostError, StuckDeviceError)) as caught:
+        made.wait(made.mark())
+    assert LIMIT_S / 2 < time.monotonic() - began < LIMIT_S + 2
+    assert not made._clock.awaiting
+    return caught.value
+
+
+def test_a_rank_that_gives_no_sign_is_blamed_although_others_go_on() -> None:
+    error = lost(watch(0, Signs(3, silent=(2,)), Timer()))
+    assert error.rank == 2 and "rank 2 has given no sign for 0." in str(error) and "watchdog_timeout_s" in str(error)
+    assert "its last in step 4, phase target" in str(error) and said[0].blames == 2
+
+
+def test_rank_0_is_blamed_where_the_store_stands_still() -> None:
+    error = lost(watch(1, Signs(3, store=False), Timer()))
+    assert error.rank == 0 and "store have not answered" in str(error)
+
+
+def test_of_ranks_that_all_wait_the_one_furthest_behind_is_blamed() -> None:
+    error = lost(watch(2, Signs(3, still=(0, 1)), Timer()))
+    assert isinstance(error, StuckDeviceError) and error.rank == 2 and said == []  # its own device passed nothing
+    timer = Timer()
+    made = watch(2, Signs(3, still=(0, 1)), timer)
+    for _ in range(20):
+        made._clock.mark()
+    timer.come = 20
+    error = lost(made)
+    assert isinstance(error, PeerLostError) and error.rank == 0 and "furthest behind" in str(error)
+
+
+def test_a_device_alone_is_given_the_limit() -> None:
+    error = lost(watch(0, None, Timer()))
+    assert isinstance(error, StuckDeviceError) and "the device of rank 0 has done nothing for 0." in str(error)
+
+
+@pytest.mark.parametrize("peer", [True, False])
+def test_nobody_is_blamed_while_a_device_or_a_peer_does_something(peer: bool) -> None:
+    until = time.monotonic() + 3 * LIMIT_S
+    timer = Timer(lambda: time.monotonic() > until)
+    made = watch(0, Signs(2, still=() if peer else (1,)), timer)
+    for _ in range(2000):
+        made._clock.mark()
+
+    def work() -> None:
+        while time.monotonic() < until:
+            timer.come += not peer
+            time.sleep(LIMIT_S / 20)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    made.wait(made.mark())
+    thread.join()
+    assert time.monotonic() > until and said == []
+
+
+def test_an_alarm_ends_the_wait_at_once() -> None:
+    signs = Signs(3)
+    made = watch(0, signs, Timer())
+    made.limit_s = 60.0
+    threading.Timer(0.1, signs.alarm.set).start()
+    began = time.monotonic()
+    with pytest.raises(PeerLostError, match="rank 2 left: a peer left while"):
+        made.wait(made.mark())
+    assert time.monotonic() - began < 2
+
+
+def test_a_process_that_was_held_up_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sleeps through ten limits, and its device is done soon after."""
+    monkeypatch.setattr(watches, "HELD_UP_S", LIMIT_S / 4)
+    until = time.monotonic() + LIMIT_S * 1.5
+    timer = Timer(lambda: time.monotonic() > until)
+    made = watch(0, None, timer)
+    monkeypatch.setattr(time, "sleep", lambda seconds, true=time.sleep: true(LIMIT_S / 2))
+    made.wait(made.mark())
+
+
+def test_a_rank_with_a_reason_of_its_own_is_believed_before_those_who_blame() -> None:
+    own, seen, other = Farewell(1, "ValueError"), Farewell(None, "closed"), Farewell(2, "rank 2 has given no sign")
+    assert believed({}) is None and believed({0: seen}) is None
+    assert believed({0: other, 1: own}) == Farewell(1, "rank 1 left: ValueError")
+    assert believed({0: seen, 3: other}) == Farewell(2, "rank 2 has given no sign (so rank 3)")
+
+
+def test_a_call_that_blocks_is_left_behind() -> None:
+    forever = threading.Event()
+    assert not bounded(forever.wait, 0.05) and bounded(lambda: None, 5.0)
+    forever.set()
+
+
+def test_whoever_asks_the_device_amid_a_step_waits_under_watch() -> None:
+    catch_up()  # nobody watches
+    made = watch(0, Signs(3, silent=(2,)), Timer())
+    with watched(made.catch_up), pytest.raises(PeerLostError, match="rank 2 has given no sign"):
+        catch_up()
+    catch_up()
+
+
+class Heard(Farewells):
+    """Farewells of two ranks, of which rank 1 has left if it is `gone`."""
+
+    def __init__(self, gone: bool) -> None:
+        super().__init__(None, 0, 2)
+        self._gone = gone
+
+    def _say(self, farewell: Farewell, rank: int) -> None:
+        said.append(farewell)
+
+    def heard(self) -> dict[int, Farewell]:
+        return {1: Farewell(1, "its process is gone")} if self._gone else {}
+
+
+@pytest.mark.parametrize(
+    ("error", "alone", "after"),
+    [
+        (RuntimeError("[gloo/pair.cc] Connection closed"), "rank 0 and 1 is gone", "rank 1 left"),
+        (dist.DistBackendError("NCCL error: ncclRemoteError"), "rank 0 and 1 is gone", "rank 1 left"),
+        (torch.AcceleratorError("CUDA error: unspecified launch failure"), "", "rank 1 left"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "", ""),
+        (RuntimeError("a bug"), "", ""),
+    ],
+)
+def test_an_error_is_a_peers_only_if_it_can_be(error: RuntimeError, alone: str, after: str) -> None:
+    for gone, words in ((False, alone), (True, after)):
+        mesh = Mesh(0, Axis(0, 2), _farewells=Heard(gone))
+        lost = mesh.loss(error)
+        assert (lost is None) == (not words) and words in str(lost or ""), lost
+    assert Mesh().loss(error) is None
+
+
+def test_the_thread_that_steps_is_the_one_whose_work_peers_hear_of() -> None:
+    """Not the one that has loaded the engine, which does nothing from then on."""
+    engine = build_engine(config_of(tiny_pair()[0]))
+    herald: Any = SimpleNamespace(effort=StepThread())
+    engine._lockstep.mesh.herald = herald
+    loaded, ids = herald.effort.thread, list[int]()
+    engine.submit(request("a", [3, 1, 4], SAMPLING["greedy"], max_tokens=2))
+
+    def loop() -> None:
+        ids.append(threading.get_native_id())
+        engine.step()
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    thread.join()
+    assert [herald.effort.thread] == ids != [loaded]
+
+
+def test_the_thread_that_steps_works_for_the_device() -> None:
+    """CUDA's current device is a thread's own, and the one that loads is another."""
+    timer = Timer()
+    watch = Watch(Mesh(), timer)
+    watch.follow()
+    assert timer.thread == threading.get_native_id()
+    timer.thread = 0
+    watch.follow()
+    assert timer.thread == 0, "once a thread"
+    other = threading.Thread(target=watch.follow)
+    other.start()
+    other.join()
+    assert timer.thread not in (0, threading.get_native_id())

@@ -1,0 +1,49 @@
+"""An order arrives at a follower as it left its leader."""
+
+from collections.abc import Iterator
+
+from cluster.batch import Adjusting, Constraint, Decode, Mode, Order, PageCopy, PageWrite, PromptChunk, Sampling
+from cluster.dp_attention.step_input_codec import checksum, pack, unpack
+
+FULL = Order(
+    decodes=(Decode(0, 9, 7), Decode(2, 4)),
+    lens=((2, 3),),
+    chunks=(PromptChunk(1, 0, 2, False, (4, 5, 6), 2), PromptChunk(3, 15, 18, True, (7, 8, 9))),
+    samplings=(Sampling(3, 0.7, 5, 0.9, 0.01, 1 << 61),),
+    adjustings=(
+        Adjusting(3, 0.5, -0.25, 1.5, 2, 3, (4, 5, 6, 7), (1,), ((2, -100.0), (9, 0.5)), (2, 3), ((5, 6), (7,))),
+        Adjusting(1, 0.0, 0.0, 1.0, 0, 1, (4,), (), (), None, ()),
+    ),
+    constraints=(Constraint(3, '{"é": "12345"}', (4, 5)), Constraint(2, "", ())),
+    writes=(PageWrite(3, 0, 12), PageWrite(1, -1, 0)),
+    copies=(PageCopy(12, 14, 7), PageCopy(12, 15, 3)),
+    mode=Mode.NOISY | Mode.LOGPROBS,
+)
+PADDING = ("idle_finals", "chunk_places")
+"""What padding to a plan adds: every rank of a group makes it of the same plan, so it does not travel."""
+
+
+def test_orders_travel_whole() -> None:
+    for order in (FULL, Order()):
+        assert unpack(pack(order)) == order
+
+
+def with_a_number_more(field: str) -> Iterator[Order]:
+    """`FULL` with each number of its entries of `field` in turn one more."""
+    entries = getattr(FULL, field)
+    for at, entry in enumerate(entries):
+        for key, number in enumerate(entry):
+            if type(number) in (int, float):
+                own = [*entry[:key], number + 1, *entry[key + 1 :]]
+                changed = entry._make(own) if hasattr(entry, "_make") else tuple(own)
+                yield FULL._replace(**{field: (*entries[:at], changed, *entries[at + 1 :])})
+
+
+def test_the_checksum_tells_every_part() -> None:
+    for field, default in Order()._asdict().items():
+        if field not in PADDING:
+            assert getattr(FULL, field) != default, field
+            assert checksum(FULL._replace(**{field: default})) != checksum(FULL), field
+            numbers = [] if field == "mode" else [*with_a_number_more(field)]
+            assert field == "mode" or numbers, field
+            assert checksum(FULL) not in map(checksum, numbers), field

@@ -1,0 +1,124 @@
+"""Which kernels serve, and what is said of it."""
+
+import ctypes
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import cluster.kernels.build
+import cluster.kernels.library
+import cluster.kernels.select
+from cluster.config import ConfigError
+from cluster.kernels.build import BuildError, compile_level, compiler, digest, file_of
+from cluster.kernels.c_kernels import CKernels
+from cluster.kernels.library import level_of_cpu, library
+from cluster.kernels.select import choose_kernels
+from tests.unit.kernels.library import c_library
+
+CPU = torch.device("cpu")
+
+
+def test_c_serves_where_it_can() -> None:
+    level = c_library().level
+    chosen = choose_kernels("auto", CPU, torch.float32)
+    assert (chosen.name, chosen.about) == ("c", f"C, compiled for {level}")
+    assert choose_kernels("torch", CPU, torch.float32).about == "torch"
+
+
+def test_what_sums_bfloat16_in_a_way_of_its_own_has_digits_of_its_own() -> None:
+    """A gang whose ranks differ in that is refused in bfloat16, and in no other dtype."""
+    several = [replace(c_library(), variant=variant) for variant in ("", "pairs", "tiles")]
+    for dtype, differ in ((torch.float32, False), (torch.float64, False), (torch.bfloat16, True)):
+        kernels = [CKernels(library, dtype) for library in several]
+        assert len({each.digits for each in kernels}) == len({each.about for each in kernels}) == (3 if differ else 1)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "why"),
+    [(CPU, torch.float16, "and dtype is float16"), (torch.device("meta"), torch.float32, "and device is meta")],
+)
+def test_what_c_cannot_do_is_said(device: torch.device, dtype: torch.dtype, why: str) -> None:
+    chosen = choose_kernels("auto", device, dtype)
+    assert chosen.name == "torch" and chosen.about.endswith(why)
+    with pytest.raises(ConfigError, match=f"attention_backend c .*{why}; set"):
+        choose_kernels("c", device, dtype)
+
+
+def test_without_a_compiler_torch_serves_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cluster.kernels.library, "COMPILED", tmp_path / "none")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CC", "no-such-compiler")
+    monkeypatch.setattr(cluster.kernels.select, "library", library.__wrapped__)
+    assert compiler() is None
+    assert choose_kernels("auto", CPU, torch.float32).about == "torch; C is not compiled here"
+    assert "there is no C compiler; install gcc or clang, or set CC" in caplog.text
+    with pytest.raises(ConfigError, match="attention_backend c is not compiled here; install gcc or clang"):
+        choose_kernels("c", CPU, torch.float32)
+
+
+def test_a_failing_compiler_is_told_with_its_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    false = tmp_path / "cc"
+    false.write_text("#!/bin/sh\necho 'the disk is full' >&2\nexit 3\n")
+    false.chmod(0o755)
+    monkeypatch.setenv("CC", str(false))
+    with pytest.raises(BuildError, match=r"ended with 3:\nthe disk is full"):
+        compile_level(level_of_cpu(), tmp_path / "to")
+    assert not list((tmp_path / "to").iterdir())
+
+
+def test_a_compiler_that_takes_too_long_and_a_user_without_a_home_are_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    slow = tmp_path / "cc"
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.chmod(0o755)
+    monkeypatch.setenv("CC", str(slow))
+    monkeypatch.setattr(cluster.kernels.build, "TIMEOUT_S", 0.05)
+    with pytest.raises(BuildError, match=r"took over 0\.05 s"):
+        compile_level(level_of_cpu(), tmp_path / "to")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+    def unknown() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", unknown)
+    monkeypatch.setattr(cluster.kernels.library, "COMPILED", tmp_path / "none")
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
+    with pytest.raises(BuildError, match=r"there is no home folder, .*; set XDG_CACHE_HOME"):
+        cluster.kernels.library._found(level_of_cpu())
+
+
+def test_what_a_process_left_that_was_killed_amid_compiling_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = tmp_path / f"{cluster.kernels.build.PLACE}x"
+    left.mkdir()
+    (left / "half.o").touch()
+    (tmp_path / "aerie-other.so").touch()
+    monkeypatch.setenv("CC", "false")
+    with pytest.raises(BuildError):
+        compile_level(level_of_cpu(), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["aerie-other.so"]
+
+
+def test_a_library_is_named_by_all_it_is_made_of() -> None:
+    level = level_of_cpu()
+    assert digest(level) in file_of(level)
+    assert digest(level) != digest(level, ("-O1",))
+
+
+def test_the_threads_are_torchs() -> None:
+    """The runtime that computes is the one that torch has loaded: it tells the number of threads that torch set."""
+    c_library()
+    known, before = ctypes.CDLL(None), torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert known.omp_get_max_threads() == 3
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,250 @@
+"""The one log: what a line says, that the lines of several processes do not mix, that it ends at its limit."""
+
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.config import ConfigError
+from cluster.observability import logs
+from cluster.observability.logs import (
+    Follower,
+    LogSettings,
+    SharedFile,
+    configure,
+    drop_old,
+    level_and_logger,
+    request_id,
+)
+
+TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    level = logging.getLogger("cluster").level
+    yield
+    for logger, handler in logs._installed:
+        logger.removeHandler(handler)
+        handler.close()
+    logs._installed.clear()
+    logging.getLogger("cluster").setLevel(level)
+
+
+@pytest.mark.parametrize("silent", [(), ("ray.serve",), ("ray",)])
+def test_a_line_has_time_level_logger_rank_and_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent: tuple[str, ...]
+) -> None:
+    for name in ("ray", "ray.serve"):
+        monkeypatch.setattr(logging.getLogger(name), "propagate", name not in silent)
+    path = tmp_path / "new" / "server.log"
+    configure(LogSettings(str(path)), rank=3, to_stderr=False)
+    token = request_id.set("cmpl-7")
+    logging.getLogger("cluster.actors.gang").error("rank %d died", 1)
+    request_id.reset(token)
+    logging.getLogger("cluster.api.serve.application").info("well", extra={"fields": {"status": 200, "nothing": None}})
+    logging.getLogger("httpx").info("not ours")
+    logging.getLogger("httpx").warning("not ours, and a warning")
+    logging.getLogger("ray.serve").warning("of Serve")
+    first, second, third, fourth = path.read_text().splitlines()
+    assert re.fullmatch(TIME + r" ERROR cluster\.actors\.gang \[rank 3\] \[request cmpl-7\] rank 1 died", first)
+    assert re.fullmatch(TIME + r" INFO cluster\.api\.app \[rank 3\] well status=200", second)
+    assert "WARNING httpx" in third and "WARNING ray.serve" in fourth
+    assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_configuring_again_replaces_what_was_set(tmp_path: Path) -> None:
+    for name in ("a", "b", "b"):
+        configure(LogSettings(str(tmp_path / name)), to_stderr=False)
+    logging.getLogger("cluster.x").info("once")
+    assert (tmp_path / "a").read_text() == ""
+    assert (tmp_path / "b").read_text().count("once") == 1
+
+
+def test_json_is_one_object_a_line_whatever_the_message_holds(tmp_path: Path) -> None:
+    path = tmp_path / "server.log"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging.getLogger(), "handlers", [])  # pytest's own: a report cannot hold half a pair
+        configure(LogSettings(str(path), "json"), rank=0, to_stderr=False)
+        try:
+            raise KeyError("x\ny")
+        except KeyError:
+            logging.getLogger("cluster.x").exception("a\nb \ud800", extra={"fields": {"status": 500}})
+    (line,) = path.read_text().splitlines()
+    data = json.loads(line)
+    assert data["message"] == "a\nb \ud800" and data["rank"] == 0 and data["status"] == 500
+    assert "KeyError" in data["exception"] and re.fullmatch(TIME, data["time"])
+
+
+def test_ray_may_set_the_format_of_its_loggers_handlers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ray.init` gives every handler of the logger `ray` a format of its own, in local time."""
+    ray = logging.getLogger("ray")
+    monkeypatch.setattr(ray, "propagate", False)
+    monkeypatch.setattr(ray, "handlers", [])
+    path = tmp_path / "server.log"
+    configure(LogSettings(str(path), "json"), to_stderr=False)
+    for handler in ray.handlers:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    logging.getLogger("ray.serve").warning("of Serve")
+    logging.getLogger("cluster.x").info("ours")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["logger"], line["message"]) for line in lines] == [("ray.serve", "of Serve"), ("cluster.x", "ours")]
+    assert all(re.fullmatch(TIME, line["time"]) for line in lines)
+
+
+def test_seconds_and_milliseconds_are_of_one_time(tmp_path: Path) -> None:
+    """Ray's record factory sets `created` anew, and leaves `msecs` as it was."""
+    record = logging.makeLogRecord(
+        {"name": "x", "levelname": "INFO", "msg": "x", "created": 1764172800.0004, "msecs": 999.0}
+    )
+    assert logs.TextLines().format(record).startswith("2025-11-26T16:00:00.000Z ")
+
+
+def test_text_from_outside_cannot_look_like_a_line_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "server.log"
+    configure(LogSettings(str(path)), to_stderr=False)
+    logging.getLogger("cluster.x").warning("id %s", "a\n2026-01-01T00:00:00.000Z ERROR cluster.y \x1b[31m\r fake")
+    first, second = path.read_text().splitlines()
+    assert second.startswith("    2026") and "\\x1b[31m\\r" in second
+    assert level_and_logger(first) == (logging.WARNING, "cluster.x")
+    assert level_and_logger(second) == (0, "")
+
+
+def test_lines_of_several_processes_do_not_mix_and_none_is_lost_when_the_file_is_full(tmp_path: Path) -> None:
+    path = tmp_path / "server.log"
+    code = (
+        "import logging, sys\n"
+        "from cluster.observability.logs import SharedFile\n"
+        "handler = SharedFile(sys.argv[1], limit_bytes=120_000)\n"
+        "logger = logging.getLogger('x')\n"
+        "logger.addHandler(handler)\n"
+        "for i in range(500):\n"
+        "    logger.warning('%s %d %s', sys.argv[2], i, sys.argv[2] * 200)\n"
+    )
+    running = [subprocess.Popen([sys.executable, "-c", code, str(path), name]) for name in "abcd"]
+    assert [process.wait(timeout=60) for process in running] == [0] * 4
+    kept = Path(f"{path}.1").read_text() + (path.read_text() if path.exists() else "")
+    for line in kept.splitlines():
+        assert re.fullmatch(r"([abcd]) \d+ \1{200}", line), line
+    assert Path(f"{path}.1").stat().st_size < 140_000
+    assert sorted(name.name for name in tmp_path.iterdir()) in (["server.log", "server.log.1"], ["server.log.1"])
+
+
+def test_two_that_see_the_limit_at_once_put_one_file_away(tmp_path: Path) -> None:
+    path = tmp_path / "server.log"
+    first, second = (SharedFile(str(path), limit_bytes=10) for _ in range(2))
+    first.emit(logging.LogRecord("x", logging.INFO, "", 0, "a line of some length", None, None))
+    second._rotate()  # it wrote its own line before the first put the file away
+    assert Path(f"{path}.1").read_text() == "a line of some length\n" and not path.exists()
+    second.emit(logging.LogRecord("x", logging.INFO, "", 0, "more", None, None))
+    assert path.read_text() == "more\n"
+    first.close()
+    second.close()
+
+
+def test_a_file_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"log_file '.*' cannot be written: .*; set log_file"):
+        configure(LogSettings(str(tmp_path / "file" / "server.log")))
+
+
+def test_a_device_is_never_put_away() -> None:
+    handler = SharedFile("/dev/null", limit_bytes=0)
+    handler.emit(logging.LogRecord("x", logging.INFO, "", 0, "y", None, None))
+    assert Path("/dev/null").is_char_device()
+    handler.close()
+
+
+def test_closing_twice_leaves_the_file_that_has_its_number_now(tmp_path: Path) -> None:
+    handler = SharedFile(str(tmp_path / "server.log"))
+    handler.close()
+    with (tmp_path / "other").open("w") as other:
+        handler.emit(logging.LogRecord("x", logging.INFO, "", 0, "late", None, None))
+        handler.close()
+        other.write("here")
+    assert (tmp_path / "other").read_text() == "here"
+    assert (tmp_path / "server.log").read_text() == ""
+
+
+def test_a_log_that_cannot_be_begun_anew_keeps_its_file_until_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "server.log"
+    handler = SharedFile(str(path))
+    path.unlink()
+    record = logging.LogRecord("x", logging.INFO, "", 0, "y", None, None)
+    with monkeypatch.context() as patched:
+        patched.setattr(handler, "_open", lambda: os.open(tmp_path / "no" / "folder", os.O_WRONLY))
+        patched.setattr(handler, "handleError", lambda record: None)
+        handler.emit(record)
+    os.fstat(handler._file)
+    handler.emit(record)
+    assert path.read_text() == "y\n"
+    handler.close()
+
+
+def test_a_follower_gives_whole_lines_and_goes_on_with_the_next_file(tmp_path: Path) -> None:
+    path = tmp_path / "server.log"
+    path.write_text("before\n")
+    follower = Follower(str(path))
+    assert follower.lines() == []
+    with path.open("a") as file:
+        file.write("one\ntw")
+        file.flush()
+        assert follower.lines() == ["one"]
+        file.write("o\n")
+    assert follower.lines() == ["two"]
+    path.rename(f"{path}.1")
+    assert follower.lines() == []
+    path.write_text("three\n")
+    assert follower.lines() == ["three"]
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError, PermissionError])
+def test_a_follower_outlives_a_log_that_cannot_be_opened_just_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[OSError]
+) -> None:
+    """As when it is put away between two calls of the system."""
+    path = tmp_path / "server.log"
+    path.write_text("before\n")
+    follower = Follower(str(path))
+    with path.open("a") as file:
+        file.write("one\n")
+    with monkeypatch.context() as patched:
+
+        def no(*_: object, **__: object) -> None:
+            raise error(str(path))
+
+        patched.setattr(Path, "open", no)
+        assert follower.lines() == []
+    if error is FileNotFoundError:
+        path.rename(f"{path}.1")
+        path.write_text("two\n")
+        assert follower.lines() == ["two"]
+    else:
+        assert follower.lines() == ["one"]
+
+
+def test_the_logs_of_the_latest_servers_are_kept(tmp_path: Path) -> None:
+    for age, name in enumerate(["serve-c.log", "serve-b.log.1", "serve-a.log", "mine.log"]):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (10**9 - age, 10**9 - age))
+    drop_old(tmp_path, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.log", "serve-b.log.1", "serve-c.log"]
+
+
+def test_a_log_that_another_server_removes_meanwhile_is_passed_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("serve-a.log", "serve-b.log"):
+        (tmp_path / name).touch()
+    found = [*tmp_path.glob("*"), tmp_path / "serve-gone.log"]
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter(found))
+    drop_old(tmp_path, keep=0)
+    assert list(tmp_path.iterdir()) == []

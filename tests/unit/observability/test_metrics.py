@@ -1,0 +1,348 @@
+"""Instruments, their cost, and the sum over ranks and replicas as a tool would read it."""
+
+import json
+import time
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster.actors.messages import LossKind
+from cluster.observability.exposition import TOOL_NAMES, of_replica
+from cluster.observability.metrics import (
+    E2E_BUCKETS,
+    LOSS_KINDS,
+    OUTCOMES,
+    PHASES,
+    STATUSES,
+    TTFT_BUCKETS,
+    BulkHistogram,
+    EngineMetrics,
+    ServingMetrics,
+    StepStats,
+    merge,
+)
+from cluster.status import EngineStatus
+
+STEP = StepStats(
+    phase_seconds=dict.fromkeys(PHASES, 0.003),
+    decode_requests=8,
+    prompt_rows=16,
+    padded_rows=4,
+    target_rows=208,
+    accept_lens=[1, 2, 3, 4, 5, 1, 2, 6],
+    accepted_by_depth=[6, 4, 3, 2, 1],
+    drafts=8,
+    verified_nodes=184,
+    committed_tokens=24,
+    cached_tokens=5,
+    prompt_tokens=21,
+    admitted=3,
+    retracted=1,
+    nonfinite=1,
+    status=EngineStatus(running=8, waiting=2, queued_tokens=99, pages_free=10, pages_used=30, pages_cached=40),
+)
+
+
+def series(page: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """The page as a scraper sees it; the label `model_name` is the same everywhere and left out."""
+    return {
+        (sample.name, tuple(sorted((k, v) for k, v in sample.labels.items() if k != "model_name"))): sample.value
+        for family in text_string_to_metric_families(page.decode())
+        for sample in family.samples
+    }
+
+
+def engine(rank: int = 0, *steps: StepStats) -> EngineMetrics:
+    metrics = EngineMetrics(model_name="m", rank=rank)
+    for step in steps:
+        metrics.observe_step(replace(step, rank=rank))
+    return metrics
+
+
+def test_a_step_is_added_field_by_field() -> None:
+    page = series(merge([engine(0, STEP, STEP).serialize()]))
+    rank = (("rank", "0"),)
+    expected = {
+        "aerie_steps_total": 2,
+        "aerie_decode_requests_total": 16,
+        "aerie_prompt_rows_total": 32,
+        "aerie_padded_rows_total": 8,
+        "aerie_target_rows_total": 416,
+        "aerie_drafts_total": 16,
+        "aerie_verified_nodes_total": 368,
+        "aerie_accepted_draft_tokens_total": 32,
+        "aerie_generated_tokens_total": 48,
+        "aerie_cached_tokens_total": 10,
+        "aerie_prompt_tokens_total": 42,
+        "aerie_admitted_requests_total": 6,
+        "aerie_retractions_total": 2,
+        "aerie_nonfinite_requests_total": 2,
+        "aerie_running_requests": 8,
+        "aerie_waiting_requests": 2,
+        "aerie_queued_tokens": 99,
+        "aerie_accept_length_count": 16,
+        "aerie_accept_length_sum": 48,
+    }
+    assert {name: page[name, rank] for name in expected} == expected
+    for depth, count in enumerate(STEP.accepted_by_depth, start=1):
+        assert page["aerie_accepted_by_depth_total", (("depth", str(depth)), *rank)] == 2 * count
+    for state, pages in (("free", 10), ("used", 30), ("cached", 40)):
+        assert page["aerie_kv_pages", (*rank, ("state", state))] == pages
+    for phase in PHASES:
+        assert page["aerie_step_phase_seconds_count", (("phase", phase), *rank)] == 2
+        assert page["aerie_step_phase_seconds_sum", (("phase", phase), *rank)] == pytest.approx(0.006)
+    assert page["aerie_accept_length_bucket", (("le", "2.0"), *rank)] == 8
+
+
+def test_gauges_follow_the_last_step_and_start_at_nothing() -> None:
+    metrics = engine(0)
+    assert series(merge([metrics.serialize()]))["aerie_running_requests", (("rank", "0"),)] == 0
+    metrics.observe_step(STEP)
+    metrics.observe_step(StepStats(status=EngineStatus(running=3, pages_free=80)))
+    page = series(merge([metrics.serialize()]))
+    assert page["aerie_running_requests", (("rank", "0"),)] == 3
+    assert page["aerie_kv_pages", (("rank", "0"), ("state", "used"))] == 0
+
+
+def test_stats_of_another_rank_and_unknown_phases_are_refused() -> None:
+    with pytest.raises(ValueError, match="rank 1 given to the metrics of rank 0"):
+        engine(0).observe_step(replace(STEP, rank=1))
+    with pytest.raises(KeyError, match="prefill"):
+        engine(0).observe_step(StepStats(phase_seconds={"prefill": 0.1}))
+
+
+def test_a_step_of_eight_requests_costs_microseconds() -> None:
+    metrics = engine(0, STEP)
+    best = min(_seconds_of(lambda: metrics.observe_step(STEP), 200) for _ in range(15))
+    assert best < 200e-6, f"{best * 1e6:.0f} us; about 40 on a 2020s core, the rest is room for a busy machine"
+
+
+def _seconds_of(call: object, times: int) -> float:
+    assert callable(call)
+    started = time.perf_counter()
+    for _ in range(times):
+        call()
+    return (time.perf_counter() - started) / times
+
+
+def test_bulk_additions_equal_one_by_one() -> None:
+    fast, slow = CollectorRegistry(), CollectorRegistry()
+    bulk = BulkHistogram("h", "h", buckets=(1, 2, 4), registry=fast)
+    single = BulkHistogram("h", "h", buckets=(1, 2, 4), registry=slow)
+    values = [0, 1, 1, 2, 3, 4, 5, 5, 5]
+    bulk.add_all(values)
+    bulk.add(2.5, 3)
+    for value in [*values, 2.5, 2.5, 2.5]:
+        single.observe(value)
+
+    def seen(registry: CollectorRegistry) -> list[tuple[str, dict[str, str], float]]:
+        return [
+            (s.name, s.labels, s.value)
+            for f in registry.collect()
+            for s in f.samples
+            if not s.name.endswith("_created")
+        ]
+
+    assert seen(fast) == seen(slow)
+
+
+def test_a_request_is_timed_from_arrival_to_end() -> None:
+    metrics = ServingMetrics(model_name="m")
+    timer = metrics.on_start(now=10.0)
+    assert series(merge([metrics.serialize()]))["aerie_open_requests", (("state", "waiting"),)] == 1
+    timer.on_tokens(1, now=10.5)
+    page = series(merge([metrics.serialize()]))
+    assert page["aerie_open_requests", (("state", "waiting"),)] == 0
+    assert page["aerie_open_requests", (("state", "streaming"),)] == 1
+    timer.on_tokens(3, now=10.53)
+    timer.on_tokens(0, now=10.6)
+    timer.on_tokens(2, now=10.61)
+    timer.on_finish("length", prompt_tokens=12, now=10.7)
+    timer.on_finish("abort", prompt_tokens=12, now=11.0)
+    timer.on_tokens(5, now=12.0)
+    page = series(merge([metrics.serialize()]))
+    assert page["aerie_open_requests", (("state", "streaming"),)] == 0
+    assert page["aerie_ttft_seconds_sum", ()] == pytest.approx(0.5)
+    assert page["aerie_itl_seconds_count", ()] == 5
+    assert page["aerie_itl_seconds_sum", ()] == pytest.approx(0.11), "the gaps add up to last minus first"
+    assert page["aerie_itl_seconds_bucket", (("le", "0.012"),)] == 3, "a chunk of three counts three tokens of 10 ms"
+    assert page["aerie_e2e_seconds_sum", ()] == pytest.approx(0.7)
+    assert page["aerie_request_prompt_tokens_sum", ()] == 12
+    assert page["aerie_request_generation_tokens_sum", ()] == 6
+    assert page["aerie_requests_total", (("outcome", "length"),)] == 1
+    assert page["aerie_requests_total", (("outcome", "abort"),)] == 0
+
+
+def test_outcomes_are_a_closed_set() -> None:
+    metrics = ServingMetrics(model_name="m")
+    metrics.on_refused("overloaded")
+    metrics.on_refused("invalid")
+    metrics.on_start(now=0.0).on_finish("abort", prompt_tokens=1, now=1.0)
+    page = series(merge([metrics.serialize()]))
+    counts = {
+        dict(labels)["outcome"]: value for (name, labels), value in page.items() if name == "aerie_requests_total"
+    }
+    assert counts == dict.fromkeys(OUTCOMES, 0) | {"overloaded": 1, "invalid": 1, "abort": 1}
+    assert page["aerie_ttft_seconds_count", ()] == 0, "no token was sent"
+    with pytest.raises(KeyError):
+        metrics.on_refused("teapot")  # type: ignore[arg-type]
+
+
+def test_merge_adds_replicas_and_keeps_ranks_apart() -> None:
+    serving = [ServingMetrics(model_name="m") for _ in range(2)]
+    for metrics in serving:
+        timer = metrics.on_start(now=0.0)
+        timer.on_tokens(1, now=0.02)
+    samples = [engine(0, STEP), engine(1, STEP, STEP), engine(0, STEP)]
+    page = series(merge([*(m.serialize() for m in samples), *(m.serialize() for m in serving)]))
+    assert page["aerie_generated_tokens_total", (("rank", "0"),)] == 48
+    assert page["aerie_generated_tokens_total", (("rank", "1"),)] == 48
+    assert page["aerie_accept_length_bucket", (("le", "+Inf"), ("rank", "0"))] == 16
+    assert page["aerie_kv_pages", (("rank", "0"), ("state", "used"))] == 60
+    assert page["aerie_open_requests", (("state", "streaming"),)] == 2
+    assert page["aerie_ttft_seconds_count", ()] == 2
+
+
+def test_a_replica_that_is_away_takes_nothing_from_the_others() -> None:
+    """While its gang restarts its ranks answer nothing; a sum without them would look like counters that began anew."""
+    ranks = [of_replica(engine(0, STEP).serialize(), name) for name in ("a", "b")]
+    both, one = series(merge(ranks)), series(merge(ranks[:1]))
+    assert one.items() <= both.items()
+    name = "aerie_generated_tokens_total"
+    assert [both[name, (("rank", "0"), ("replica", replica))] for replica in "ab"] == [24, 24]
+    serving = ServingMetrics(model_name="m", replica="a").serialize()
+    assert ("aerie_ttft_seconds_count", (("replica", "a"),)) in series(merge([serving, *ranks]))
+
+
+def test_ranks_take_the_name_the_model_is_served_as() -> None:
+    rank = EngineMetrics(model_name="folder", rank=0)
+    serving = ServingMetrics(model_name="org/name").serialize()
+    page = merge([rank.serialize(), serving, serving]).decode()
+    assert 'aerie_steps_total{model_name="org/name",rank="0"} 0.0' in page
+    assert "folder" not in page
+    assert "folder" in merge([rank.serialize(), serving, ServingMetrics(model_name="other").serialize()]).decode()
+
+
+def test_order_of_samples_does_not_matter() -> None:
+    samples = [engine(rank, *[STEP] * (rank + 1)).serialize() for rank in range(3)]
+    assert series(merge(samples)) == pytest.approx(series(merge(reversed(samples))))
+
+
+def test_tools_find_the_names_they_read() -> None:
+    page = series(merge([engine(0, STEP).serialize(), engine(1, STEP).serialize()]))
+    for rank in "01":
+        own = (("engine", rank),)
+        assert page["vllm:spec_decode_num_drafts_total", own] == 8
+        assert page["vllm:spec_decode_num_draft_tokens_total", own] == 184
+        assert page["vllm:spec_decode_num_accepted_tokens_total", own] == 16
+        assert page["vllm:generation_tokens_total", own] == 24
+        assert page["vllm:num_requests_running", own] == 8
+        for depth, count in enumerate(STEP.accepted_by_depth):
+            label = (*own, ("position", str(depth)))
+            assert page["vllm:spec_decode_num_accepted_tokens_per_pos_total", label] == count
+
+
+def test_a_line_by_line_reader_sees_no_creation_times() -> None:
+    """`vllm bench serve` adds the last word of every line that starts with a series' name."""
+    page = merge([engine(0, STEP).serialize(), engine(0, STEP).serialize()]).decode()
+    assert "_created" not in page
+    drafts = [line for line in page.splitlines() if line.startswith("vllm:spec_decode_num_drafts")]
+    assert sum(int(float(line.split()[-1])) for line in drafts) == 16
+
+
+def test_kv_usage_is_a_ratio_of_sums() -> None:
+    small = engine(0, StepStats(status=EngineStatus(pages_free=10)))
+    large = engine(0, StepStats(status=EngineStatus(pages_used=20, pages_cached=10)))
+    page = series(merge([small.serialize(), large.serialize()]))
+    assert page["vllm:kv_cache_usage_perc", (("engine", "0"),)] == 0.5
+
+
+def test_every_second_name_has_a_source() -> None:
+    page = (
+        json.loads(engine(0).serialize())["families"]
+        + json.loads(ServingMetrics(model_name="m").serialize())["families"]
+    )
+    assert set(TOOL_NAMES) <= {family[0] for family in page}
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        (b'{"schema":0,"families":[]}', "schema 0"),
+        (b'{"families":[]}', "schema None"),
+        (
+            b'{"schema":1,"families":[["aerie_steps","gauge","x",[]]]}',
+            "'aerie_steps' is declared as counter and as gauge",
+        ),
+        (b"\x80\x04N.", "codec"),
+    ],
+)
+def test_samples_of_another_shape_are_refused(sample: bytes, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        merge([engine(0).serialize(), sample])
+
+
+def test_merging_nothing_is_an_empty_page() -> None:
+    assert merge([]) == b""
+
+
+def test_losses_and_restarts_of_a_gang() -> None:
+    metrics = ServingMetrics(model_name="m")
+    metrics.on_loss(1, "died")
+    metrics.on_loss(1, "died")
+    metrics.on_restart(2.5)
+    metrics.on_resumed()
+    page = merge([metrics.serialize()]).decode()
+    assert 'aerie_rank_losses_total{kind="died",model_name="m",rank="1"} 2.0' in page
+    assert 'aerie_gang_restarts_total{model_name="m"} 1.0' in page
+    assert 'aerie_gang_restart_seconds_sum{model_name="m"} 2.5' in page
+    assert 'aerie_resumed_streams_total{model_name="m"} 1.0' in page
+
+
+def test_a_series_is_there_before_its_first_event() -> None:
+    """`increase()` of a series that is born at 1 is 0: an alert on it would never fire."""
+    metrics = ServingMetrics(model_name="m")
+    metrics.expect_ranks(3)
+    metrics.expect_routes(["/health", "other"])
+    page = series(merge([metrics.serialize(), EngineMetrics(model_name="m", depths=4).serialize()]))
+    assert get_args(LossKind) == LOSS_KINDS
+    expected = [("aerie_rank_losses_total", {"rank": str(r), "kind": k}) for r in range(3) for k in LOSS_KINDS]
+    expected += [("aerie_requests_total", {"outcome": outcome}) for outcome in OUTCOMES]
+    expected += [
+        ("aerie_http_responses_total", {"route": route, "status": str(status)})
+        for route in ("/health", "other")
+        for status in STATUSES
+    ]
+    expected += [("aerie_accepted_by_depth_total", {"rank": "0", "depth": str(d)}) for d in (1, 2, 3, 4)]
+    expected += [(f"aerie_{name}_total", {}) for name in ("gang_restarts", "resumed_streams")]
+    assert {name: page[name, tuple(sorted(labels.items()))] for name, labels in expected} == {
+        name: 0 for name, _ in expected
+    }
+    metrics.on_loss(2, "frozen")
+    metrics.on_response("/health", 503)
+    page = series(merge([metrics.serialize()]))
+    assert page["aerie_rank_losses_total", (("kind", "frozen"), ("rank", "2"))] == 1
+    assert page["aerie_http_responses_total", (("route", "/health"), ("status", "503"))] == 1
+
+
+def test_a_first_token_may_take_as_long_as_a_request() -> None:
+    assert TTFT_BUCKETS[-1] == E2E_BUCKETS[-1] == 960
+    assert list(TTFT_BUCKETS) == sorted(TTFT_BUCKETS)
+
+
+def test_versions_and_processes_are_told_once_however_many_replicas_there_are() -> None:
+    replicas = [ServingMetrics(model_name="m").serialize() for _ in range(2)]
+    page = series(merge([*replicas, engine(0).serialize(), engine(1).serialize()]))
+    (build,) = [(dict(labels), value) for (name, labels), value in page.items() if name == "aerie_build_info"]
+    assert build[1] == 1
+    assert set(build[0]) == {"version", "torch", "ray", "python"} and all(build[0].values())
+    for labels in ({"process": "replica", "rank": ""}, {"process": "rank", "rank": "1"}):
+        key = tuple(sorted(labels.items()))
+        assert page["process_resident_memory_bytes", key] > 1 << 20
+        assert page["process_cpu_seconds_total", key] > 0
+        assert time.time() - 86400 * 365 < page["process_start_time_seconds", key] <= time.time() + 1
+    both = page["process_open_fds", (("process", "replica"), ("rank", ""))]
+    assert both >= 2 * 3, "amounts are added: each of the two has at least the three standard files"

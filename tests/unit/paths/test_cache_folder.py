@@ -1,0 +1,57 @@
+"""Where logs and compiled kernels go: the home folder where it can be written, else a folder that no other user has."""
+
+import os
+import tempfile
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from cluster.config import ConfigError
+from cluster.paths.cache_folder import cache_folder, unusable_home
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def test_it_is_in_the_home_folder_or_where_xdg_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cache_folder() == tmp_path / "home" / ".cache" / "aerie" and cache_folder().stat().st_mode & 0o777 == 0o700
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder() == tmp_path / "xdg" / "aerie" and not unusable_home()
+
+
+def test_without_a_home_it_is_a_temporary_folder_of_this_user(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (temporary / "file").touch()
+    monkeypatch.setenv("HOME", str(temporary / "file"))
+    assert "Not a directory" in unusable_home()
+    expected = temporary / f"aerie-cache-{os.getuid()}"
+    assert cache_folder() == cache_folder() == expected and expected.stat().st_mode & 0o777 == 0o700
+
+    def no_home() -> NoReturn:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    assert unusable_home() == "there is no home folder" and cache_folder() == expected
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert unusable_home().endswith("cannot be written")
+
+
+def test_a_temporary_folder_of_others_is_refused(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/dev/null")
+    folder = temporary / f"aerie-cache-{os.getuid()}"
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(ConfigError, match="others can write"):
+        cache_folder()
+    folder.rmdir()
+    folder.symlink_to(temporary)
+    with pytest.raises(ConfigError, match="set XDG_CACHE_HOME"):
+        cache_folder()

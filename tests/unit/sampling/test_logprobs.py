@@ -1,0 +1,50 @@
+"""Log-probabilities of a row are its own: neither the rows beside it nor an order that a sort finds change them."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from cluster.models.vocab import Columns
+from cluster.sampling.c_sampler import CChooser
+from cluster.sampling.sampler import TOP_LOGPROBS, logprobs
+from cluster.sampling.torch_sampler import TORCH, Chooser
+from tests.unit.kernels.library import c_library
+
+
+@pytest.fixture(params=["torch", "c"])
+def chooser(request: pytest.FixtureRequest) -> Chooser:
+    return TORCH if request.param == "torch" else CChooser(c_library())
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("vocab", [300, 32_768, 50_257, 65_536])
+def test_the_bits_of_a_row_do_not_depend_on_how_many_there_are(chooser: Chooser, vocab: int) -> None:
+    torch.manual_seed(vocab)
+    columns, tokens = Columns(torch.randn(24, vocab), vocab), torch.randint(vocab, (24,))
+    alone = [logprobs(columns, torch.tensor([row]), tokens[row : row + 1], chooser) for row in range(24)]
+    for count in (2, 3, 24):
+        together = logprobs(columns, torch.arange(count), tokens[:count], chooser)
+        for row in range(count):
+            assert torch.equal(together.chosen[row], alone[row].chosen[0])
+            assert torch.equal(together.values[row], alone[row].values[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("levels", [1, 3, 40, 4000])
+def test_of_those_that_tie_the_lower_come_first(chooser: Chooser, levels: int, dtype: torch.dtype) -> None:
+    """The first is then the one that a greedy request draws."""
+    torch.manual_seed(levels)
+    values = (torch.randint(levels, (6, 5000)) / 16).to(dtype)
+    told = logprobs(Columns(values, 5000), torch.arange(6), torch.zeros(6, dtype=torch.int64), chooser)
+    wanted = values.sort(dim=1, descending=True, stable=True).indices[:, :TOP_LOGPROBS]
+    assert torch.equal(told.ids, wanted)
+    assert torch.equal(told.ids[:, 0], chooser.best(values, (), None)[0])

@@ -1,0 +1,36 @@
+"""The table of bad words: as large as those need who are there."""
+
+import torch
+
+from cluster.batch import Adjusting, Order, Sampling
+from cluster.device.staging import Staging
+from cluster.sampling.penalties import AdjustmentTable
+
+Words = tuple[tuple[int, ...], ...]
+
+
+def admit(table: AdjustmentTable, row: int, words: Words | None, tokens: tuple[int, ...] = (3, 4, 5)) -> None:
+    """A request in `row`; None: without adjustments."""
+    adjusting = () if words is None else (Adjusting(row, 0.0, 0.0, 1.0, 0, 3, tokens, (), (), None, words),)
+    order = Order(samplings=(Sampling(row, 1.0, 0, 1.0, 0.0, 0),), adjustings=adjusting)
+    staging = Staging(torch.device("cpu"))
+    table.stage(order, staging)
+    table.put(order, staging.sent().lists())
+
+
+def test_the_table_of_words_shrinks_when_those_with_many_have_gone() -> None:
+    """Every step with a bad word compares the whole table, so one request must not make it large for good."""
+    table = AdjustmentTable(4, 16, torch.float32, torch.device("cpu"))
+    table.make()
+    admit(table, 0, ((6,), (7, 8)))
+    admit(table, 1, tuple((9,) * 5 for _ in range(30)))
+    assert table.words.shape == (4, 30, 5) and table.tails.shape == (4, 4)
+    assert table.words[0, :2].tolist() == [[-1] * 4 + [6], [-1] * 3 + [7, 8]]
+    admit(table, 1, None)
+    admit(table, 2, ((2,),))
+    assert table.words.shape == (4, 2, 2) and table.tails.shape == (4, 1)
+    assert table.words[0].tolist() == [[-1, 6], [7, 8]] and table.words[2].tolist() == [[-1, 2], [-1, -1]]
+    assert table.words[1].tolist() == [[-1, -1], [-1, -1]] and table.tails[0].tolist() == [5]
+    admit(table, 0, None)
+    admit(table, 3, ((1,),))
+    assert table.words.shape == (4, 1, 1) and table.words[2].tolist() == [[2]]

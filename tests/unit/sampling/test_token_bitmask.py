@@ -1,0 +1,63 @@
+"""What masks bar: the torch twin by its definition, C by the twin, to the bit."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from cluster.sampling.noise import at_least_float32
+from cluster.sampling.token_bitmask import BARRED, WORD, CBars, barred
+from tests.unit.kernels.library import c_kernels
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+SIZES = (1, 31, 32, 33, 64, 100, 515)
+
+
+def made(rows: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Logits at a stride of their own, and masks of which one is empty and one allows all."""
+    random = torch.Generator().manual_seed(size)
+    logits = torch.randn(rows, size + 3, generator=random).to(dtype)[:, :size]
+    words = -(-size // WORD)
+    masks = torch.randint(-(2**31), 2**31, (rows, words), generator=random, dtype=torch.int64).to(torch.int32)
+    if rows > 2:
+        masks[1], masks[2] = 0, -1
+    return logits, masks
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_the_twin_bars_what_a_mask_does_not_have(size: int, dtype: torch.dtype) -> None:
+    logits, masks = made(4, size, dtype)
+    given = barred(logits, masks, None)
+    assert given.dtype == at_least_float32(dtype)
+    for row in range(4):
+        for token in range(size):
+            allowed = masks[row, token // WORD].item() >> token % WORD & 1
+            wide = logits[row, token].to(given.dtype)
+            expected = wide + (float("nan") if row == 1 else 0.0 if allowed else BARRED)
+            assert same(given[row, token], expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_c_is_the_twin(size: int, dtype: torch.dtype) -> None:
+    library = c_kernels().library
+    assert library is not None
+    bars = CBars(library)
+    for rows in (0, 1, 4, 70):
+        logits, masks = made(rows, size, dtype)
+        assert same(bars(logits, masks, None), barred(logits, masks, None))
+        ids = torch.randperm(size, generator=torch.Generator().manual_seed(rows))[: size // 2 + 1]
+        assert same(bars(logits[:, : len(ids)], masks, ids), barred(logits[:, : len(ids)], masks, ids))
+
+
+def test_masks_that_do_not_fit_are_refused() -> None:
+    library = c_kernels().library
+    assert library is not None
+    logits, masks = made(4, 100, torch.float32)
+    for wrong in (masks[:3], masks[:, :3]):
+        with pytest.raises(ValueError, match="do not fit"):
+            CBars(library)(logits, wrong, None)

@@ -1,0 +1,251 @@
+"""Text must come out the same however its tokens were split: whole characters, exact stop strings, no stray U+FFFD."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from cluster.config import ConfigError
+from cluster.tokenizer.tokenizer import (
+    BYTE_OF_CHARACTER,
+    WINDOW_TOKENS,
+    IncrementalDetokenizer,
+    StopFinder,
+    StoppedText,
+    TextTokenizer,
+)
+
+LETTERS = st.sampled_from("ab cé€日😀\ufffd\n")
+TEXTS = st.text(LETTERS, max_size=40)
+BYTES = st.binary(max_size=40)
+STOPS = st.lists(st.text(st.sampled_from("ab€😀"), min_size=1, max_size=4), max_size=4)
+
+
+def byte_level() -> TextTokenizer:
+    """Ids 0..255 are the bytes themselves, a few merges over character borders, 2 special tokens."""
+    names = sorted(BYTE_OF_CHARACTER, key=BYTE_OF_CHARACTER.__getitem__)
+    vocab = {name: i for i, name in enumerate(names)}
+    merges = []
+    for pair in (b"ab", b"\xe2\x82", b"\xac ", b"\x9f\x98", b"a\xe2"):
+        left, right = names[pair[0]], names[pair[1]]
+        merges.append((left, right))
+        vocab[left + right] = len(vocab)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<eos>", special=True), AddedToken("<s>", special=True)])
+    return TextTokenizer(tokenizer)
+
+
+def byte_fallback() -> TextTokenizer:
+    """In the manner of SentencePiece: characters, words that begin with U+2581, and 256 byte tokens for the rest."""
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"ab▁\n", "▁a", "▁ab"]
+    vocab = {name: i for i, name in enumerate(names)}
+    merges = [("▁", "a"), ("▁a", "b")]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first", split=False)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
+    return TextTokenizer(tokenizer)
+
+
+BYTE_LEVEL, BYTE_FALLBACK = byte_level(), byte_fallback()
+EOS = 261
+
+
+@st.composite
+def split(draw: st.DrawFn, ids: list[int]) -> list[list[int]]:
+    cuts = sorted(draw(st.lists(st.integers(0, len(ids)), max_size=len(ids))))
+    return [ids[a:b] for a, b in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
+
+
+def stream(tokenizer: TextTokenizer, prompt: list[int], pieces: list[list[int]]) -> str:
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt)
+    return "".join([*(detokenizer.push(piece) for piece in pieces), detokenizer.finish()])
+
+
+FIRST_BYTE = 3  # the id of byte 0 in `byte_fallback`
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data(), prompt=BYTES, output=BYTES)
+def test_any_byte_tokens_in_any_split_decode_as_a_whole(data: st.DataObject, prompt: bytes, output: bytes) -> None:
+    """Also a run of byte tokens that is no UTF-8: its whole characters stay, and U+FFFD stands for the rest alone."""
+    letters = [BYTE_FALLBACK.library.token_to_id(letter) for letter in "ab"]
+    before, ids = ([FIRST_BYTE + byte for byte in text] for text in (prompt, output))
+    ids = data.draw(st.permutations([*ids, *letters]).map(list)) if data.draw(st.booleans()) else ids
+    whole = BYTE_FALLBACK.decode([*before, *ids])
+    assert stream(BYTE_FALLBACK, [], data.draw(split([*before, *ids]))) == whole
+    if len(ids) == len(output):
+        assert whole == (prompt + output).decode("utf-8", "replace").removeprefix(" ")
+
+
+def test_an_answer_that_stops_amid_a_character_keeps_those_before_it() -> None:
+    """A model writes rare letters byte by byte and is cut by max_tokens: `tokenizers` would write U+FFFD for each."""
+    ids = [FIRST_BYTE + byte for byte in "𝔢𝔢𝔢".encode()[:-2]]
+    assert BYTE_FALLBACK.decode(ids) == BYTE_FALLBACK.decode_freely(ids) == "𝔢𝔢\ufffd"
+    assert stream(BYTE_FALLBACK, [], [[one] for one in ids]) == "𝔢𝔢\ufffd"
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data(), prompt=BYTES, output=BYTES)
+def test_any_bytes_in_any_split_decode_as_a_whole(data: st.DataObject, prompt: bytes, output: bytes) -> None:
+    ids = data.draw(st.permutations([*output, EOS, 9999]).map(list)) if data.draw(st.booleans()) else [*output]
+    own = BYTE_LEVEL.settled([*prompt])
+    streamed = stream(BYTE_LEVEL, [*prompt], data.draw(split(ids)))
+    assert own + streamed == BYTE_LEVEL.decode([*prompt, *ids])
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data(), prompt=TEXTS, output=TEXTS, fallback=st.booleans())
+def test_real_text_in_any_split(data: st.DataObject, prompt: str, output: str, fallback: bool) -> None:
+    tokenizer = BYTE_FALLBACK if fallback else BYTE_LEVEL
+    ids = tokenizer.encode(prompt + output)
+    at = data.draw(st.integers(0, len(ids)))
+    streamed = stream(tokenizer, ids[:at], data.draw(split(ids[at:])))
+    assert (prompt + output).endswith(streamed)
+    assert tokenizer.settled(tokenizer.textual(ids[:at])) + streamed == tokenizer.decode(ids)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data(), text=TEXTS)
+def test_every_push_is_whole_characters(data: st.DataObject, text: str) -> None:
+    text = text.replace("\ufffd", "")
+    for tokenizer in (BYTE_LEVEL, BYTE_FALLBACK):
+        detokenizer = IncrementalDetokenizer(tokenizer, [])
+        for piece in data.draw(split(tokenizer.encode(text))):
+            assert "\ufffd" not in detokenizer.push(piece)
+        assert "\ufffd" not in detokenizer.finish()
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["byte_level", "byte_fallback"])
+def test_a_long_text_costs_a_window_per_push(tokenizer: TextTokenizer) -> None:
+    text = "日本語 ab€😀" * 200
+    for size in (1, 2, 3, 5, 7):
+        detokenizer = IncrementalDetokenizer(tokenizer, [])
+        ids = tokenizer.encode(text)
+        streamed = ""
+        for at in range(0, len(ids), size):
+            streamed += detokenizer.push(ids[at : at + size])
+            assert len(detokenizer._window) <= WINDOW_TOKENS + size
+        assert streamed + detokenizer.finish() == text
+
+
+@pytest.mark.parametrize("ids", [[0xE2] * 500, [0xFF] * 500, [EOS] * 500, [0xF0, 0x9F] * 250])
+def test_garbage_stays_within_the_window(ids: list[int]) -> None:
+    detokenizer = IncrementalDetokenizer(BYTE_LEVEL, ids)
+    streamed = ""
+    for token in ids:
+        streamed += detokenizer.push([token])
+        assert len(detokenizer._window) <= WINDOW_TOKENS
+    assert BYTE_LEVEL.settled(BYTE_LEVEL.textual(ids)) + streamed + detokenizer.finish() == BYTE_LEVEL.decode(ids + ids)
+
+
+def test_half_a_character_in_the_prompt_is_finished_once() -> None:
+    euro = "a€".encode()
+    assert stream(BYTE_LEVEL, [*euro[:-1]], [[euro[-1]], [ord("b")]]) == "€b"
+    assert stream(BYTE_LEVEL, [*"a\ufffd".encode()], [[ord("b")]]) == "b"
+
+
+def test_a_space_after_a_special_token_survives() -> None:
+    ids = BYTE_FALLBACK.encode("ab ab")
+    assert stream(BYTE_FALLBACK, [*ids[:1], *[1] * 40], [[token] for token in ids[1:]]) == " ab"
+
+
+def reference(text: str, stops: list[str]) -> tuple[str, int, int] | None:
+    """The first to end, of those the longest: by looking at every end of every prefix."""
+    for end in range(1, len(text) + 1):
+        for stop in sorted(stops, key=len, reverse=True):
+            if text[:end].endswith(stop):
+                return stop, end - len(stop), end
+    return None
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data(), text=st.text(st.sampled_from("ab€😀"), max_size=30), stops=STOPS)
+def test_the_first_stop_is_found_in_any_split(data: st.DataObject, text: str, stops: list[str]) -> None:
+    finder = StopFinder(stops)
+    hit = None
+    for piece in data.draw(split([*map(ord, text)])):
+        before = finder._fed
+        hit = finder.find("".join(map(chr, piece)))
+        if hit:
+            assert before < hit.end <= before + len(piece)
+            break
+    assert (hit and (hit.stop, hit.start, hit.end)) == reference(text, stops)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data(), text=st.text(st.sampled_from("ab€😀"), max_size=30), stops=STOPS, include=st.booleans())
+def test_streamed_text_is_the_text_cut_at_the_stop(
+    data: st.DataObject, text: str, stops: list[str], include: bool
+) -> None:
+    stopped = StoppedText(BYTE_LEVEL, [], stops, include_stop=include)
+    expected = reference(text, stops)
+    cut = text if expected is None else text[: expected[2 if include else 1]]
+    streamed = ""
+    for piece in data.draw(split(BYTE_LEVEL.encode(text))):
+        streamed += stopped.push(piece)
+        assert cut.startswith(streamed)
+        assert stopped.sent == len(streamed)
+    assert streamed + stopped.finish() == cut
+    assert (stopped.hit is None) == (expected is None)
+
+
+MARK = "<eos>"
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    data=st.data(),
+    texts=st.lists(st.text(st.sampled_from("ab€😀"), max_size=8), min_size=1, max_size=5),
+    stops=STOPS,
+    include=st.booleans(),
+)
+def test_special_tokens_that_are_shown_change_no_stop(
+    data: st.DataObject, texts: list[str], stops: list[str], include: bool
+) -> None:
+    """Marks between texts: where the text without them is cut, with the marks up to there, in any split."""
+    text = "".join(texts)
+    expected = reference(text, stops)
+    cut = len(text) if expected is None else expected[2 if include else 1]
+    wanted, at = text[: min(len(texts[0]), cut)], len(texts[0])
+    ids = BYTE_LEVEL.encode(texts[0])
+    for piece in texts[1:]:
+        hit_by_now = expected is not None and expected[2] <= at
+        wanted += (MARK if at <= cut and not hit_by_now else "") + text[at : max(at, min(at + len(piece), cut))]
+        ids, at = [*ids, EOS, *BYTE_LEVEL.encode(piece)], at + len(piece)
+    stopped = StoppedText(BYTE_LEVEL, [], stops, include_stop=include, shown={EOS: MARK})
+    streamed = ""
+    for piece in data.draw(split(ids)):
+        streamed += stopped.push(piece)
+        assert wanted.startswith(streamed)
+    assert streamed + stopped.finish() == wanted
+
+
+def test_text_that_cannot_begin_a_stop_is_not_held() -> None:
+    stopped = StoppedText(BYTE_LEVEL, [], ["END"])
+    assert [stopped.push(piece.encode()) for piece in ("xE", "N", "N", "aEN", "D..")] == ["x", "", "ENN", "a", ""]
+
+
+def test_token_text_gives_true_bytes() -> None:
+    assert BYTE_LEVEL.token_text(ord("a")) == ("a", b"a")
+    assert BYTE_LEVEL.token_text(0xE2) == ("\ufffd", b"\xe2")
+    assert BYTE_LEVEL.token_text(EOS) == ("<eos>", b"<eos>")
+    assert BYTE_FALLBACK.token_text(3 + 0xE2) == ("\ufffd", b"\xe2")
+    assert [BYTE_FALLBACK.token_text(i)[0] for i in BYTE_FALLBACK.encode("ab ab\n")] == [" ab", " ab", "\n"]
+
+
+def test_load_names_the_missing_file_and_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no tokenizer at .*tokenizer.json: set tokenizer_path"):
+        TextTokenizer.load(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0"}))
+    with pytest.raises(ConfigError, match="not a tokenizer this version can read"):
+        TextTokenizer.load(str(tmp_path))
+    BYTE_LEVEL._tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert TextTokenizer.load(str(tmp_path)).decode([*b"hello"]) == "hello"
