@@ -24,7 +24,7 @@ from torch import Tensor
 import cluster.kernels.launch
 from cluster.attention.ancestor_bits import line_bits
 from cluster.attention.triton_backend import Blocks, TritonAttention
-from cluster.batch import Seen, Text, Tree
+from cluster.batch import AttentionMetadata, PromptRows, TreeRows
 from cluster.bench.report import median
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
@@ -114,9 +114,9 @@ def bound(load: Load, blocks: Blocks | None, real: bool) -> Callable[[], Tensor]
     starts = torch.full((held,), load.context, device=DEVICE)
     if load.requests:
         bits = line_bits(load.each, load.each, DEVICE).expand(held, -1, -1)
-        seen = Seen(write, Tree(rows, starts, bits, load.each))
+        seen = AttentionMetadata(write, TreeRows(rows, starts, bits, load.each))
     else:
-        seen = Seen(write, None, Text(rows, starts, torch.tensor([0, load.each], device=DEVICE)))
+        seen = AttentionMetadata(write, None, PromptRows(rows, starts, torch.tensor([0, load.each], device=DEVICE)))
     attention: Any = TritonAttention(pool, table, load.heads, (None,), None, load.value)
     if blocks is not None:
         attention._blocks = lambda *_, **__: blocks

@@ -130,15 +130,15 @@ def work(given: dict[str, Any]) -> None:
     """A contender: decode as asked, until the input ends."""
     import torch
 
-    from cluster.bench.pair import Pair, Shape
+    from cluster.bench.pair import Pair, TreeChoice
     from cluster.engine import build_engine
-    from cluster.request import Request, SamplingParams
+    from cluster.request import Request, RequestParams
 
     torch.set_num_threads(given["threads"])
     if given["threads"] == 1:
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     pair, most = Pair(num_threads=given["threads"]), LONG["requests"] if given["long"] else max(BATCHES)
-    config = pair.config(Shape(*given["tree"]), most)
+    config = pair.config(TreeChoice(*given["tree"]), most)
     length = LONG["prompt_tokens"] if given["long"] else 64
     if given["long"]:
         config = config.model_copy(update={"max_total_tokens": most * 8704, "chunked_prefill_size": 1024})
@@ -163,7 +163,7 @@ def work(given: dict[str, Any]) -> None:
             for number in range(asked["begin"]):
                 text = prompts[number % len(prompts)]
                 prompt = tuple((text * (length // len(text) + 1))[number : number + length]) if given["long"] else text
-                params = SamplingParams(
+                params = RequestParams(
                     temperature=asked["temperature"],
                     seed=number,
                     max_tokens=480 if given["long"] else 4000,

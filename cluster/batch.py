@@ -1,4 +1,4 @@
-"""One step's work of one rank: as plain values (`Order`), which travel between ranks, and as tensors (`Batch`).
+"""One step's work of one rank: as plain values (`StepInput`), which travel between ranks, and as tensors (`Batch`).
 
 Legend: R decoding requests, c prompt rows, F prompts that finish, B = R + F.
 """
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-class Mode(IntFlag):
+class SamplingMode(IntFlag):
     """What a step does besides taking the best token: `NOISY` some request samples, `FILTERED` one that samples has a
     filter, `LOGPROBS` the target's log-probabilities are asked for, `ADJUSTED` some request has penalties or bans,
     `CONSTRAINED` one has a grammar, `PROMPT_LOGPROBS` a prompt's log-probabilities are asked for, `TREES` one is
@@ -30,17 +30,17 @@ class Mode(IntFlag):
     @property
     def adjusts(self) -> bool:
         """Whether logits change before tokens are drawn."""
-        return bool(self & (Mode.ADJUSTED | Mode.CONSTRAINED))
+        return bool(self & (SamplingMode.ADJUSTED | SamplingMode.CONSTRAINED))
 
     @property
     def repeatable(self) -> bool:
         """Whether its steps may be captured: not with bad words, since their table grows, nor where rows of prompts are
         scored, as their number is no part of a program's key, nor where trees are shown, which few ask for.
         """
-        return not self & (Mode.WORDS | Mode.PROMPT_LOGPROBS | Mode.TREES)
+        return not self & (SamplingMode.WORDS | SamplingMode.PROMPT_LOGPROBS | SamplingMode.TREES)
 
 
-class Decode(NamedTuple):
+class DecodeRequest(NamedTuple):
     """The request in table row `row` decodes; `most` tokens of it are committed at most, `least` for certain."""
 
     row: int
@@ -63,7 +63,7 @@ class PromptChunk(NamedTuple):
     scored: int = 0
 
 
-class Sampling(NamedTuple):
+class RowSampling(NamedTuple):
     """How to sample for the request in table row `row`; see `SamplingParams`."""
 
     row: int
@@ -74,7 +74,7 @@ class Sampling(NamedTuple):
     seed: int
 
 
-class Adjusting(NamedTuple):
+class RowPenalties(NamedTuple):
     """How the logits of the request in table row `row` are adjusted; see `Adjustments`.
 
     It has `tokens` so far, of which the first `prompt_len` are its prompt, and needs `missing` more before one of the
@@ -94,7 +94,7 @@ class Adjusting(NamedTuple):
     bad_words: tuple[tuple[int, ...], ...]
 
 
-class Constraint(NamedTuple):
+class RowGrammar(NamedTuple):
     """The request in table row `row` follows a compiled `grammar`; `tokens` were generated so far."""
 
     row: int
@@ -118,7 +118,7 @@ class PageCopy(NamedTuple):
     tokens: int
 
 
-class Order(NamedTuple):
+class StepInput(NamedTuple):
     """What a rank is to run in one step: requests that decode, and prompt `chunks` in order of length.
 
     How many tokens of a row are committed is the device's to know; the host knows bounds. Before the step, `lens`
@@ -128,15 +128,15 @@ class Order(NamedTuple):
     ends of prompts, all at the first prompt row, which then is idle, and has room for `chunk_places` chunks.
     """
 
-    decodes: tuple[Decode, ...] = ()
+    decodes: tuple[DecodeRequest, ...] = ()
     chunks: tuple[PromptChunk, ...] = ()
     lens: tuple[tuple[int, int], ...] = ()
-    samplings: tuple[Sampling, ...] = ()
-    adjustings: tuple[Adjusting, ...] = ()
-    constraints: tuple[Constraint, ...] = ()
+    samplings: tuple[RowSampling, ...] = ()
+    adjustings: tuple[RowPenalties, ...] = ()
+    constraints: tuple[RowGrammar, ...] = ()
     writes: tuple[PageWrite, ...] = ()
     copies: tuple[PageCopy, ...] = ()
-    mode: Mode = Mode(0)
+    mode: SamplingMode = SamplingMode(0)
     idle_finals: int = 0
     chunk_places: int = 0
 
@@ -156,7 +156,7 @@ class HostBounds(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Tree:
+class TreeRows:
     """q rows of each of R requests, request by request, in a draft level, verify or extend.
 
     The requests are in table rows `rows` `[R]` and have `lens` `[R]` tokens committed, all of which their rows see. Of
@@ -171,7 +171,7 @@ class Tree:
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class PromptRows:
     """Chunks of n prompts in order of length: rows `indptr[i]` to `indptr[i + 1] - 1` (`[n + 1]`) are those of the
     request in table row `rows[i]`, at positions `starts[i]` onwards. They see what is before them, and themselves.
     """
@@ -182,7 +182,7 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class AttentionMetadata:
     """What attention is told of a forward: first the tree's rows, then the text's; `write` `[T]` are pool slots of the
     new cells.
 
@@ -190,8 +190,8 @@ class Seen:
     """
 
     write: Tensor
-    tree: Tree | None
-    text: Text | None = None
+    tree: TreeRows | None
+    text: PromptRows | None = None
     first: int = 0
 
 
@@ -221,7 +221,7 @@ class SamplingBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptRows:
+class PromptBatch:
     """Prompt chunks that ride in this step.
 
     Each row's request is in table row `rows` `[c]`; `token_ids`, `next_ids`, `positions` are `[c]` too. `next_ids` is
@@ -235,7 +235,7 @@ class PromptRows:
     next_ids: Tensor
     positions: Tensor
     write: Tensor
-    text: Text | None
+    text: PromptRows | None
     final_rows: Tensor
     final_lens: Tensor
 
@@ -260,8 +260,8 @@ class Batch:
     seq_lens: Tensor
     window: Tensor
     sampling: SamplingBatch
-    prompt: PromptRows
-    mode: Mode
+    prompt: PromptBatch
+    mode: SamplingMode
     scored: Tensor | None = None
 
     @property
@@ -269,6 +269,6 @@ class Batch:
         """R."""
         return self.decode_rows.shape[0]
 
-    def tree(self, bits: Tensor, width: int) -> Tree:
-        """What attention is told of the decoding requests; `bits` and `width` as in `Tree`."""
-        return Tree(self.decode_rows, self.seq_lens, bits, width)
+    def tree(self, bits: Tensor, width: int) -> TreeRows:
+        """What attention is told of the decoding requests; `bits` and `width` as in `TreeRows`."""
+        return TreeRows(self.decode_rows, self.seq_lens, bits, width)

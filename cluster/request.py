@@ -17,7 +17,7 @@ GREEDY_BELOW = 1e-5  # temperatures under this are greedy: dividing by them over
 
 
 @dataclass(frozen=True, slots=True)
-class Adjustments:
+class LogitAdjustments:
     """Changes to a request's logits before its tokens are drawn, as vLLM has them.
 
     `bias` (token, number) is added first. `repetition_penalty` divides positive logits of tokens that occur in prompt
@@ -58,7 +58,7 @@ class Adjustments:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
+class RequestParams:
     """How one request wants its tokens chosen and when it ends.
 
     `temperature` 0, or below `GREEDY_BELOW`, is greedy. `top_k` 0 and `top_p` 1.0 and `min_p` 0.0 switch a filter off;
@@ -80,7 +80,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    adjustments: Adjustments | None = None
+    adjustments: LogitAdjustments | None = None
     grammar: str | None = None
     return_tree: bool = False
 
@@ -119,7 +119,7 @@ class Request:
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
-    params: SamplingParams = field(default_factory=SamplingParams)
+    params: RequestParams = field(default_factory=RequestParams)
     resumed_tokens: int = 0
     routed_dp_rank: int | None = None
     cache_salt: int = 0
@@ -178,7 +178,7 @@ class StepTree:
 
 
 @dataclass(slots=True)
-class RequestOutput:
+class SequenceOutput:
     """What one step gave one request: the tokens committed in it, and whether that ended the request.
 
     Nobody changes it; it is not frozen because that makes it three times as dear, for every request in every step.

@@ -16,7 +16,7 @@ from openai.types.responses import response_create_params
 
 from cluster.api.anthropic.fields import TABLE as MESSAGES_TABLE
 from cluster.api.anthropic.request import MessagesRequest
-from cluster.api.core.fields import GENERATION, SPELLINGS, Table
+from cluster.api.core.fields import GENERATION, SPELLINGS, FieldTable
 from cluster.api.core.protocol import ChatRequest, CompletionRequest
 from cluster.api.openai.responses.fields import TABLE as RESPONSES_TABLE
 from cluster.api.openai.responses.request import ResponseRequest
@@ -43,7 +43,7 @@ class Route:
 
     path: str
     honoured: Collection[str]
-    table: Table
+    table: FieldTable
 
     def kind(self, name: str) -> str:
         """What becomes of a field, in Markdown; raises LookupError where the code does not say."""

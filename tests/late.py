@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from cluster.batch import Order
+from cluster.batch import StepInput
 from cluster.config.tree_shape import TreeShape
 from cluster.dp_attention.plan import StepPlan
 from cluster.engine import Engine, build
 from cluster.engine.programs import Programs
 from cluster.engine.rank import Rank
-from cluster.spec.result import Decided
+from cluster.spec.result import StepDecisions
 
 R = TypeVar("R", bound=Rank)
 
@@ -31,16 +31,16 @@ class LatePrograms:
         self.assembler, self.step, self._rank = programs.assembler, programs.step, rank
         self._queue: deque[LateOutput] = deque()
         self.owners: dict[int, str] = {}
-        self.before: Callable[[Order], None] | None = None
+        self.before: Callable[[StepInput], None] | None = None
         self.checksum = self.launched_anew = 0
 
     def drop(self) -> None:
         """Nothing is captured."""
 
-    def run(self, order: Order, plan: StepPlan, shape: TreeShape) -> "LateOutput":
+    def run(self, order: StepInput, plan: StepPlan, shape: TreeShape) -> "LateOutput":
         meant = running(self._rank)
 
-        def late() -> Decided:
+        def late() -> StepDecisions:
             self.owners.clear()
             self.owners.update(meant)
             inputs = self.assembler.send(order, shape.forced)
@@ -57,10 +57,10 @@ class LatePrograms:
 class LateOutput:
     """What a step will have decided."""
 
-    def __init__(self, run: Callable[[], Decided], queue: "deque[LateOutput]") -> None:
+    def __init__(self, run: Callable[[], StepDecisions], queue: "deque[LateOutput]") -> None:
         self._run, self._queue = run, queue
 
-    def read(self) -> Decided:
+    def read(self) -> StepDecisions:
         assert self._queue.popleft() is self, "steps are read in the order in which they began"
         return self._run()
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from cluster.arch import DraftSpec, TargetArch, read_draft, read_target
-from cluster.distributed.mesh import Part
+from cluster.distributed.mesh import Shard
 from cluster.kernels.select import choose_kernels
 from cluster.models import registry
 from cluster.models.checkpoint import Checkpoint
@@ -19,11 +19,11 @@ from cluster.models.target import DecoderTarget
 def context(
     dtype: torch.dtype = torch.float64,
     exchange: TokenExchange | None = None,
-    part: Part | None = None,
+    part: Shard | None = None,
     max_position: int = 64,
 ) -> ModelContext:
     """On the CPU, whole or `part` of everything."""
-    whole = part or Part()
+    whole = part or Shard()
     given, device = exchange or NoExchange(), torch.device("cpu")
     kernels = choose_kernels("auto", device, dtype)
     return ModelContext(dtype, device, given, Sharding(whole, whole, whole), max_position, kernels)

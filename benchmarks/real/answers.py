@@ -25,7 +25,7 @@ from cluster.bench.streams import HOST
 from cluster.config import EngineConfig
 from cluster.engine import Engine, build_engine
 from cluster.offline.stepping import complete
-from cluster.request import Request, SamplingParams
+from cluster.request import Request, RequestParams
 
 BATCHES = (1, 16)
 MODEL = "real"
@@ -127,9 +127,9 @@ def engine_of(folder: str, dtype: str, requests: int, reuse: bool = True) -> Eng
     return build_engine(EngineConfig.from_kwargs(settings | {"disable_radix_cache": not reuse}))
 
 
-def params_of(temperature: float, new_tokens: int, seed: int) -> SamplingParams:
+def params_of(temperature: float, new_tokens: int, seed: int) -> RequestParams:
     """How an answer is drawn."""
-    return SamplingParams(temperature=temperature, seed=seed, max_tokens=new_tokens)
+    return RequestParams(temperature=temperature, seed=seed, max_tokens=new_tokens)
 
 
 def by_server(folder: str, prompts: Sequence[Prompt], new_tokens: int) -> dict[str, Any]:

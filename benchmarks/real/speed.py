@@ -12,13 +12,13 @@ from benchmarks.real.answers import BATCHES, engine_of, say, tokenizer_of
 from benchmarks.real.kept import Kept
 from cluster.bench.reference import Transformers
 from cluster.bench.report import median, ratio
-from cluster.bench.runs import Run, run_greedily
+from cluster.bench.runs import EngineRun, run_greedily
 
 DTYPES = ("float32", "bfloat16")
 PROMPT_TOKENS, NEW_TOKENS = 64, 32
 LONG_TOKENS = 8192
 
-Contenders = dict[str, Callable[[list[list[int]], int], Run]]
+Contenders = dict[str, Callable[[list[list[int]], int], EngineRun]]
 
 
 def source_tokens(folder: str, count: int) -> list[int]:
@@ -47,18 +47,22 @@ def measured(folder: str, repeats: int, kept: Kept) -> dict[str, Any]:
     return {"rows": rows, "threads": torch.get_num_threads(), "repeats": repeats}
 
 
-def speed_of(run: Run) -> float:
+def speed_of(run: EngineRun) -> float:
     """Tokens per second of a run, its prompts included."""
     return run.tokens_per_second
 
 
-def seconds_of(run: Run) -> float:
+def seconds_of(run: EngineRun) -> float:
     """Seconds of a run."""
     return run.seconds
 
 
 def turns(
-    contenders: Contenders, prompts: list[list[int]], new_tokens: int, repeats: int, figure: Callable[[Run], float]
+    contenders: Contenders,
+    prompts: list[list[int]],
+    new_tokens: int,
+    repeats: int,
+    figure: Callable[[EngineRun], float],
 ) -> dict[str, list[float]]:
     """A figure of every contender's run in each repeat. They take turns, in reverse order every other time; a first,
     shorter turn warms all of them up.

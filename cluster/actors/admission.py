@@ -16,12 +16,12 @@ from cluster.actors.balance import RankChoice
 from cluster.actors.forecast import ExpectedWait, GangForecast, QueuedPrompt, RankForecast, RunningRequest
 from cluster.actors.messages import Overloaded
 from cluster.actors.open_requests import OpenRequest, QueueReport, RankBooks
-from cluster.actors.output_lengths import Lengths
+from cluster.actors.output_lengths import OutputLengths
 from cluster.actors.prefill_speed import Drift, PrefillSpeed, chunk_of
 from cluster.actors.token_rate import TokenRate
 from cluster.config import EngineConfig
 from cluster.config.tree_shape import tree_shape
-from cluster.observability.step_times import Pace
+from cluster.observability.step_times import StepTimes
 from cluster.request import Request
 
 SOON_S = 1.0  # a request that waits no longer than this, or no longer than this for others, is never refused
@@ -50,12 +50,12 @@ class Admission:
         self._ranks = [RankBooks() for _ in range(config.attn_dp_size)]
         self._open: dict[str, OpenRequest] = {}
         self._kv_tokens = 0
-        self._pace: Pace | None = None
+        self._pace: StepTimes | None = None
         self._row_s = 0.0  # of prompts that were long enough to tell, where steps are not measured
         self.waiting = 0  # requests
         self.queued_tokens = 0.0  # of those waiting, expected ones included
         self._forecast: GangForecast | None = None
-        self._lengths = Lengths()
+        self._lengths = OutputLengths()
         self._rate = TokenRate(self._shape.num_steps, config.attn_dp_size)
         self._running = 0  # requests
         self._at = clock()
@@ -156,7 +156,7 @@ class Admission:
         one.dealt += tokens
 
     def left(self, name: str, stopped: bool) -> None:
-        """A request is over; see `Lengths.ended`."""
+        """A request is over; see `OutputLengths.ended`."""
         self._pass()
         one = self._open.pop(name, None)
         if one is None:
@@ -172,7 +172,7 @@ class Admission:
         self._pass()
         self._serving = False
 
-    def started(self, kv_tokens: int, pace: Pace | None = None) -> None:
+    def started(self, kv_tokens: int, pace: StepTimes | None = None) -> None:
         """The gang serves, or serves again; `kv_tokens` is the KV capacity of one rank, `pace` what its steps take, if
         that was measured.
         """

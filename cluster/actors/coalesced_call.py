@@ -11,7 +11,7 @@ T = TypeVar("T")
 FRESH_S = 0.25
 
 
-class Shared(Generic[T]):
+class CoalescedCall(Generic[T]):
     """The result of `make`, which runs at most once at a time and at most once in `fresh_s`.
 
     When a client leaves, Serve cancels every call that the task of its request has made, and Ray passes that on to the

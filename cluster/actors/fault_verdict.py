@@ -21,7 +21,7 @@ SUSPICIOUS = 0.5  # share of the limit; a rank silent for longer is blamed for a
 
 
 @dataclass(frozen=True, slots=True)
-class Signs:
+class RankEvidence:
     """What is known of one rank: its last heartbeat, the time since then while the next is unanswered, Ray's report of
     its death, its own report of why its loop ended.
     """
@@ -40,7 +40,7 @@ class Verdict(Blame):
     certain: bool = True
 
 
-def judge(signs: Sequence[Signs], limit_s: float) -> Verdict | None:
+def judge(signs: Sequence[RankEvidence], limit_s: float) -> Verdict | None:
     """The verdict on a gang by its ranks' signs, in rank order; `limit_s` is the watchdog's. None: all is well."""
     dead = [rank for rank, sign in enumerate(signs) if sign.death]
     reports = [sign.failure for sign in signs if sign.failure is not None]
@@ -54,7 +54,7 @@ def judge(signs: Sequence[Signs], limit_s: float) -> Verdict | None:
     return _still(signs, limit_s)
 
 
-def _reported(signs: Sequence[Signs], reports: list[Failure]) -> Verdict:
+def _reported(signs: Sequence[RankEvidence], reports: list[Failure]) -> Verdict:
     """The verdict when ranks reported why their loops ended, and none is known to be dead."""
     all_in = len(reports) == len(signs)
     own: tuple[LossKind, ...] = ("failed", "out_of_step")
@@ -72,7 +72,7 @@ def _reported(signs: Sequence[Signs], reports: list[Failure]) -> Verdict:
     return Verdict(rank, kind, *_where(signs, rank), reports[0].reason, certain=all_in)
 
 
-def _still(signs: Sequence[Signs], limit_s: float) -> Verdict | None:
+def _still(signs: Sequence[RankEvidence], limit_s: float) -> Verdict | None:
     """The verdict when no rank is dead and none has reported: is one silent or stuck?"""
     silence, silent = max((sign.silence_s, -rank) for rank, sign in enumerate(signs))
     stuck = _stuck(signs, limit_s)
@@ -82,7 +82,7 @@ def _still(signs: Sequence[Signs], limit_s: float) -> Verdict | None:
     return stuck
 
 
-def _stuck(signs: Sequence[Signs], limit_s: float) -> Verdict | None:
+def _stuck(signs: Sequence[RankEvidence], limit_s: float) -> Verdict | None:
     """The verdict on ranks that answer: does one make no progress although it does not wait for its peers?"""
     beats = [(sign.beat.step, rank, sign.beat) for rank, sign in enumerate(signs) if sign.beat is not None]
     busy = [entry for entry in beats if entry[2].busy]
@@ -106,7 +106,7 @@ def _stuck(signs: Sequence[Signs], limit_s: float) -> Verdict | None:
     return Verdict(rank, "frozen", beat.step, beat.phase, reason, final=still > STUCK_FOR_GOOD * limit_s)
 
 
-def _where(signs: Sequence[Signs], rank: int) -> tuple[int, str]:
+def _where(signs: Sequence[RankEvidence], rank: int) -> tuple[int, str]:
     """The position of a rank that cannot report it: where its peers missed it, else the latest of any rank."""
     for sign in signs:
         if sign.failure is not None and sign.failure.rank in (rank, None):

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from ray.exceptions import RayError
 
 from cluster.actors.fault_verdict import Verdict, judge
-from cluster.actors.incarnation import CONTROL_TIMEOUT_S, NAMESPACE, GangSpec, GangStartError, Life
+from cluster.actors.incarnation import CONTROL_TIMEOUT_S, NAMESPACE, GangSpec, GangStartError, Incarnation
 from cluster.actors.messages import GangHistory, Heartbeat, Loss
 from cluster.actors.placement import Placement, reserve
 from cluster.config import KV_SIZES, ConfigError
@@ -66,7 +66,7 @@ class Gang:
         self.epoch = 0
         self._sample: bytes | None = None  # the replica's latest registry sample, held by rank 0 of each life
         self._on_loss = on_loss
-        self._life: Life | None = None
+        self._life: Incarnation | None = None
         self._infos: list[RankInfo] = []
         self._placement: Placement | None = None
         self._restarting = ""
@@ -78,7 +78,7 @@ class Gang:
         return self.spec.world
 
     @property
-    def life(self) -> Life | None:
+    def life(self) -> Incarnation | None:
         """The life that serves; None before the start, during a restart and after the end."""
         return None if self._restarting else self._life
 
@@ -129,14 +129,14 @@ class Gang:
         """How long the first start took without what it downloaded; 0.0 before it is over."""
         return self._start_s
 
-    async def _begin(self, timeout_s: float, still_s: float = math.inf) -> Life:
-        """Start a life and return it; see `Life.begin`. Every later life has as much KV cache as the first, however
-        much memory is free by then: the open streams were admitted on that size.
+    async def _begin(self, timeout_s: float, still_s: float = math.inf) -> Incarnation:
+        """Start a life and return it; see `Incarnation.begin`. Every later life has as much KV cache as the first,
+        however much memory is free by then: the open streams were admitted on that size.
         """
         assert self._placement is not None
         held = self._infos[0] if self._infos else None
         spec = self.spec if held is None else _with_kv(self.spec, held.kv_tokens)
-        life = self._life = Life(spec, self._placement, self.epoch)
+        life = self._life = Incarnation(spec, self._placement, self.epoch)
         await life.begin(timeout_s, still_s)
         self._infos = [replace(info, kv_sized_by=(held or info).kv_sized_by) for info in life.infos]
         if self._sample is not None:
@@ -166,7 +166,7 @@ class Gang:
         latest = tuple(self.losses[-LOSSES_SHOWN:])
         return GangHistory(self.spec.decided, start_s, patience_s, self.epoch, latest, self.spec.name)
 
-    def _verdict(self, life: Life) -> Verdict | None:
+    def _verdict(self, life: Incarnation) -> Verdict | None:
         return judge(life.signs(), self.spec.config.watchdog_timeout_s)
 
     async def watch(self, owner: Owner) -> None:
@@ -201,7 +201,7 @@ class Gang:
         finally:
             self.kill()
 
-    async def _loss(self, life: Life) -> tuple[Loss, float]:
+    async def _loss(self, life: Incarnation) -> tuple[Loss, float]:
         """Wait for the end of a life; returns the loss, naming the rank at fault, and when it was noticed."""
         limit = self.spec.config.watchdog_timeout_s
         period, said = min(1.0, limit / 4), ""

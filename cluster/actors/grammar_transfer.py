@@ -29,7 +29,7 @@ def named(request: Request, name: str) -> Request:
 
 
 @dataclass(slots=True)
-class KeptGrammars:
+class GrammarCache:
     """Those that a rank has read, by name, the one read longest ago first. For any thread."""
 
     _kept: OrderedDict[str, tuple[str, float]] = field(default_factory=OrderedDict)

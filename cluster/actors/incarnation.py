@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from cluster.actors.cluster_capacity import Layout
-from cluster.actors.fault_verdict import Signs
+from cluster.actors.fault_verdict import RankEvidence
 from cluster.actors.grammar_transfer import name_of
 from cluster.actors.messages import Failure, Heartbeat, LoadError
 from cluster.actors.placement import Placement
@@ -58,7 +58,7 @@ class GangSpec:
         return range(0, self.world, self.world // self.config.attn_dp_size)
 
 
-class Life:
+class Incarnation:
     """The handles of the shards, by rank, and what is known of the health of each."""
 
     def __init__(self, spec: GangSpec, placement: Placement, epoch: int) -> None:
@@ -270,13 +270,13 @@ class Life:
         """When a rank was last known to be alive, on our clock."""
         return max(self._answered[rank], self.last_item) if self._answered else time.monotonic()
 
-    def signs(self) -> list[Signs]:
+    def signs(self) -> list[RankEvidence]:
         """What is known of every rank now."""
         now = time.monotonic()
         found = []
         for rank, asking in enumerate(self._asking):
             silence = now - self._answered[rank] if asking is not None and not asking.done() else 0.0
-            found.append(Signs(self.beats[rank], max(0.0, silence), self._deaths[rank], self._failures[rank]))
+            found.append(RankEvidence(self.beats[rank], max(0.0, silence), self._deaths[rank], self._failures[rank]))
         return found
 
     async def stop(self, timeout_s: float) -> None:

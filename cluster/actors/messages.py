@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from cluster.request import Request, RequestOutput
+from cluster.request import Request, SequenceOutput
 from cluster.status import EngineStatus, RankInfo
 
 FailureKind = Literal["lost", "out_of_step", "failed"]
@@ -22,7 +22,7 @@ class StepItem:
 
     rank: int
     step: int
-    outputs: tuple[RequestOutput, ...] = ()
+    outputs: tuple[SequenceOutput, ...] = ()
     refused: tuple[tuple[str, str], ...] = ()
     begun: tuple[str, ...] = ()
 
@@ -183,7 +183,7 @@ class LoadError(RuntimeError):
 class EngineClient(Protocol):
     """What the REST layer needs from a gang."""
 
-    def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
+    def generate(self, request: Request) -> AsyncIterator[SequenceOutput]:
         """Stream one output per step that gave the request tokens; closing the iterator aborts the request.
 
         A last output with finish_reason "abort" says that the gang ended before the request did, "error" that the

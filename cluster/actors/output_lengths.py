@@ -11,7 +11,7 @@ LONG = 4096.0  # the same in `quantile`; long on purpose, so that max_tokens, wh
 MEMORY = 0.02  # weight of the latest request
 
 
-class Lengths:
+class OutputLengths:
     """The learnt distribution."""
 
     def __init__(self) -> None:

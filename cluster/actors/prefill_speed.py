@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cluster.config import EngineConfig
-from cluster.observability.step_times import Pace
+from cluster.observability.step_times import StepTimes
 
 UNLIMITED = 1 << 30
 BUCKET = 256  # tokens: prompt rows that start in the same bucket are taken to cost the same
@@ -62,7 +62,7 @@ class PromptSeconds(NamedTuple):
 class PrefillSpeed:
     """The prompt rows of one rank, in seconds: by `pace` or, where that was not measured, `row_s` for each."""
 
-    pace: Pace | None
+    pace: StepTimes | None
     row_s: float
     chunk: int  # the most prompt rows of a step
     committed: Sequence[int]  # of the requests that decode on this rank; one request where no rank has any
@@ -74,7 +74,7 @@ class PrefillSpeed:
 
     @classmethod
     def of_ranks(
-        cls, config: EngineConfig, pace: Pace | None, row_s: float, works: Sequence[RankWork], drift: Drift
+        cls, config: EngineConfig, pace: StepTimes | None, row_s: float, works: Sequence[RankWork], drift: Drift
     ) -> "list[PrefillSpeed]":
         """The speed of each rank, where each does what `works` says."""
         chunk, decodes = chunk_of(config), any(work.committed for work in works)
@@ -146,13 +146,13 @@ class PrefillSpeed:
         pace, others = self.pace, len(self.others)
         if pace is None:
             return 0.0, 1.0
-        bargain, beside = pace.bargain(self.committed, self.busiest_us), len(self.committed) * pace.tree
-        allowance = bargain.allowance / self.drift.prompt
+        prefill_budget, beside = pace.prefill_budget(self.committed, self.busiest_us), len(self.committed) * pace.tree
+        allowance = prefill_budget.allowance / self.drift.prompt
         rows: float = pace.rows(beside, start, self.chunk, allowance, others)
         least = pace.least(beside, start, self.chunk, others)
         if rows < least:  # it is overdrawn in one step, and paid for in later ones
             rows = least * allowance / pace.cost(beside, start, least, others)
-        return self.drift.decode * (bargain.busy + bargain.allowance), max(rows, 1e-3)
+        return self.drift.decode * (prefill_budget.busy + prefill_budget.allowance), max(rows, 1e-3)
 
     def _alone_us(self, start: int, rows: int) -> float:
         """A step without decoding requests, in microseconds; another rank's prompt may make it longer."""

@@ -17,18 +17,18 @@ from ray.exceptions import RayActorError
 
 from cluster.actors.admission import Admission
 from cluster.actors.balance import Balancer, RankChoice
-from cluster.actors.coalesced_call import Shared
+from cluster.actors.coalesced_call import CoalescedCall
 from cluster.actors.gang import Gang
 from cluster.actors.grammar_transfer import named
-from cluster.actors.incarnation import Life
+from cluster.actors.incarnation import Incarnation
 from cluster.actors.messages import Commands, GangStatus, Loss, Overloaded, StepItem, Unavailable
 from cluster.actors.open_requests import QueueReport
 from cluster.actors.peer_gangs import deployment_samples
 from cluster.actors.prefill_speed import Drift
-from cluster.actors.streams import Recovery, Refusal, Stream
+from cluster.actors.streams import OpenStream, Recovery, StreamRefusal
 from cluster.observability.logs import first_line
-from cluster.observability.step_times import Pace
-from cluster.request import Request, RequestOutput, Seeds
+from cluster.observability.step_times import StepTimes
+from cluster.request import Request, Seeds, SequenceOutput
 from cluster.status import RankInfo
 
 logger = logging.getLogger(__name__)
@@ -36,11 +36,11 @@ logger = logging.getLogger(__name__)
 LAST_WORDS_S = 0.5  # how long to read what killed shards had already sent
 
 
-Work = Callable[[Life, int], Coroutine[Any, Any, None]]
+Work = Callable[[Incarnation, int], Coroutine[Any, Any, None]]
 
 
 @dataclass(slots=True)
-class Line:
+class CommandQueue:
     """What gathers for one leader until the next actor call; see `Commands`."""
 
     submits: list[Request] = field(default_factory=list)
@@ -71,13 +71,13 @@ class Router:
         config = gang.spec.config
         self._on_resumed = on_resumed
         self._gang = gang
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[str, OpenStream] = {}
         self._balancer = Balancer.of(config)
-        self._samples = Shared(lambda: deployment_samples(gang))
+        self._samples = CoalescedCall(lambda: deployment_samples(gang))
         self._admission = Admission(config, report=self._report)
         self._seeds = Seeds(f"{config.random_seed}/{replica_rank}")
-        self._life: Life | None = None  # the life that requests go to; None while they wait
-        self._lines: dict[int, Line] = {}  # by leader
+        self._life: Incarnation | None = None  # the life that requests go to; None while they wait
+        self._lines: dict[int, CommandQueue] = {}  # by leader
         self._recovery = Recovery()
         self._reading: list[asyncio.Task[None]] = []
         self._sending: list[asyncio.Task[None]] = []
@@ -116,7 +116,7 @@ class Router:
         life = self._gang.life
         assert life is not None
         self._life = life
-        self._lines = {rank: Line() for rank in life.spec.leaders}
+        self._lines = {rank: CommandQueue() for rank in life.spec.leaders}
         info = self._gang.infos[0]
         self._balancer.restarted(info.kv_pages)
         self._admission.started(info.kv_tokens, _pace_of(info))
@@ -143,7 +143,7 @@ class Router:
         """The gang will not come back: every stream ends with the reason."""
         self._end_all(reason)
 
-    async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
+    async def generate(self, request: Request) -> AsyncIterator[SequenceOutput]:
         """Stream one output per step that gave the request tokens; see `EngineClient.generate`."""
         if self._down:
             raise Unavailable(self._down, max(1, math.ceil(self._gang.start_s)))
@@ -151,7 +151,7 @@ class Router:
         try:
             while True:
                 output = await stream.queue.get()
-                if isinstance(output, Refusal):
+                if isinstance(output, StreamRefusal):
                     raise ValueError(output.message)
                 yield output
                 if output.finish_reason is not None:
@@ -183,13 +183,13 @@ class Router:
         """Registry samples of all ranks of the deployment and of the other replicas; see `EngineClient.metrics`."""
         return await self._samples.get()
 
-    def _admit(self, request: Request) -> Stream:
+    def _admit(self, request: Request) -> OpenStream:
         if request.request_id in self._streams:
             raise ValueError(f"request id {request.request_id!r} is already being served")
         place = self._balancer.place(request, self._admission.new_tokens(request))  # raises for an unknown rank
         if not request.resumed_tokens:  # one that another replica had taken has been admitted
             self._admission.check(request, place)
-        stream = Stream(self._seeds.fill(request))
+        stream = OpenStream(self._seeds.fill(request))
         self._choose(stream, stream.request, place)
         self._streams[request.request_id] = stream
         self._admission.entered(request, place)
@@ -197,7 +197,7 @@ class Router:
             self._submit(stream)
         return stream
 
-    def _choose(self, stream: Stream, request: Request, place: RankChoice) -> None:
+    def _choose(self, stream: OpenStream, request: Request, place: RankChoice) -> None:
         self._balancer.choose(request, self._admission.new_tokens(request), place)
         stream.place(self._gang.spec.leaders[place.rank])
 
@@ -210,7 +210,7 @@ class Router:
         drift = Drift(status.decode_drift, status.prompt_drift, status.prefill_drift)
         return QueueReport(at, status.queued_tokens, status.submitted, drift)
 
-    def _submit(self, stream: Stream) -> None:
+    def _submit(self, stream: OpenStream) -> None:
         """Submit a stream's request to the present life."""
         again = stream.submissions > 0
         request = stream.submission()
@@ -229,7 +229,9 @@ class Router:
         self._grammars.add(read)
         read.add_done_callback(lambda task: self._grammar_read(task, stream, request, epoch))
 
-    def _grammar_read(self, task: asyncio.Task[tuple[str, str]], stream: Stream, request: Request, epoch: int) -> None:
+    def _grammar_read(
+        self, task: asyncio.Task[tuple[str, str]], stream: OpenStream, request: Request, epoch: int
+    ) -> None:
         """The grammar of a stream was read by the ranks that need it, which takes long beside a step's time."""
         self._grammars.discard(task)
         if stream.ended or task.cancelled() or self._life is None or self._life.epoch != epoch:
@@ -240,7 +242,7 @@ class Router:
         else:
             self._send_on(stream, named(request, name))
 
-    def _refuse(self, stream: Stream, reason: str) -> None:
+    def _refuse(self, stream: OpenStream, reason: str) -> None:
         """The engine will not serve a stream: an error of the request, or the end of an answer that has begun."""
         if stream.dealt:
             stream.end(f"the engine would not resume it: {reason}")
@@ -248,7 +250,7 @@ class Router:
             stream.refuse(reason)
         self._settle(stream)
 
-    def _send_on(self, stream: Stream, request: Request) -> None:
+    def _send_on(self, stream: OpenStream, request: Request) -> None:
         """Have a stream's request submitted with the next call to its leader."""
         line = self._lines[stream.rank]
         line.submits.append(request)
@@ -257,7 +259,7 @@ class Router:
             line.doubted.append(stream.name)
         line.filled.set()
 
-    def _forget(self, stream: Stream) -> None:
+    def _forget(self, stream: OpenStream) -> None:
         """The reader of a stream is gone; if the stream had not ended, tell the shard to abort it."""
         if self._streams.pop(stream.name, None) is None:
             return
@@ -271,13 +273,13 @@ class Router:
                 line.filled.set()
             self._settle(stream)
 
-    def _settle(self, stream: Stream) -> None:
+    def _settle(self, stream: OpenStream) -> None:
         """A stream goes on in this life or is over: submit the streams that waited for that."""
         if self._life is not None:
             for following in self._recovery.settled(stream.name):
                 self._submit(following)
 
-    def _task(self, life: Life, rank: int, name: str, work: Work) -> asyncio.Task[None]:
+    def _task(self, life: Incarnation, rank: int, name: str, work: Work) -> asyncio.Task[None]:
         """A task that serves a rank's streams. If it fails, the life is over, because nothing else serves them."""
 
         async def watched() -> None:
@@ -291,21 +293,21 @@ class Router:
 
         return asyncio.create_task(watched(), name=f"{name}-{rank}")
 
-    async def _send(self, life: Life, rank: int) -> None:
+    async def _send(self, life: Incarnation, rank: int) -> None:
         """Send a leader what gathered for it, one call at a time."""
         line, shard = self._lines[rank], life.shards[rank]
         while True:
             await line.filled.wait()
             await shard.put.remote(line.take())
 
-    async def _read(self, life: Life, rank: int) -> None:
+    async def _read(self, life: Incarnation, rank: int) -> None:
         """Distribute a leader's step items to the streams until its shard ends."""
         async for ref in life.open_stream(rank):
             for item in await ref:
                 life.mark_alive()
                 self._deal(life, item)
 
-    def _deal(self, life: Life, item: StepItem) -> None:
+    def _deal(self, life: Incarnation, item: StepItem) -> None:
         for request_id in item.begun:
             if stream := self._streams.get(request_id):
                 stream.begin()
@@ -321,7 +323,7 @@ class Router:
                 self._take(stream, output)
                 life.fruitful = life.fruitful or stream.fruitful or output.finish_reason in ("stop", "length")
 
-    def _take(self, stream: Stream, output: RequestOutput) -> None:
+    def _take(self, stream: OpenStream, output: SequenceOutput) -> None:
         first, before = not stream.answered, stream.fruitful
         if first:
             scored = stream.request.params.prompt_logprobs is not None  # its prefixes were there, and not taken
@@ -341,9 +343,11 @@ class Router:
             stream.end(self._down, "abort")
 
 
-def _pace_of(info: RankInfo) -> Pace | None:
+def _pace_of(info: RankInfo) -> StepTimes | None:
     """What the steps of a rank take, as far as it was measured."""
     if info.step_costs is None:
         return None
     config = info.config
-    return Pace.reported(info.step_costs, config.prefill_share, info.speculative_num_draft_tokens, config.attn_dp_size)
+    return StepTimes.reported(
+        info.step_costs, config.prefill_share, info.speculative_num_draft_tokens, config.attn_dp_size
+    )

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 
 from cluster.actors.gpus import own_gpus, see_only
-from cluster.actors.grammar_transfer import KeptGrammars
+from cluster.actors.grammar_transfer import GrammarCache
 from cluster.actors.loading import in_a_thread_that_ends
 from cluster.actors.messages import Commands, Failure, Heartbeat, LoadError, StepItem
 from cluster.actors.network_interface import choose_interface, node_address
@@ -69,7 +69,7 @@ class ShardActor:
         self._loading = Effort(LOAD_THREADS)
         self._pulse = Pulse(self._loading)
         self._serving: bytes | None = None
-        self._grammars = KeptGrammars()
+        self._grammars = GrammarCache()
 
     @ray.method(concurrency_group="control")
     def open_store(self) -> tuple[str, int]:

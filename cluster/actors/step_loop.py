@@ -13,7 +13,7 @@ from typing import Protocol
 
 from cluster.actors.messages import Commands, Failure, FailureKind, Heartbeat, StepItem
 from cluster.distributed.cpu_progress import Effort, Pulse
-from cluster.request import Request, RequestOutput
+from cluster.request import Request, SequenceOutput
 from cluster.status import EngineStatus, RankInfo
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class StepOutputs(Protocol):
     """What the loop reads of a step's result."""
 
     @property
-    def outputs(self) -> Sequence[RequestOutput]:
+    def outputs(self) -> Sequence[SequenceOutput]:
         """What the step gave each request."""
         ...
 
@@ -255,7 +255,7 @@ class EngineLoop:
         refused = self._apply(batch)
         if stopping:
             self.engine.leave()
-        outputs: tuple[RequestOutput, ...] = ()
+        outputs: tuple[SequenceOutput, ...] = ()
         if self.world > 1 or stopping or self.engine.has_work:
             outputs = tuple(self.engine.step().outputs)
             self._steps += 1
@@ -296,7 +296,7 @@ class EngineLoop:
                 self.engine.abort(request_id)
         return tuple(refused)
 
-    def _publish(self, outputs: tuple[RequestOutput, ...], refused: tuple[tuple[str, str], ...]) -> None:
+    def _publish(self, outputs: tuple[SequenceOutput, ...], refused: tuple[tuple[str, str], ...]) -> None:
         if outputs or refused:
             self._put_out(StepItem(self.rank, self._steps, outputs, refused))
 

@@ -9,20 +9,20 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from cluster.actors.messages import Loss
-from cluster.request import Request, RequestOutput, SpeculationCounts
+from cluster.request import Request, SequenceOutput, SpeculationCounts
 
 RESUMES = 3  # a stream that was resumed so often and never went on may be what kills the gang
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class StreamRefusal:
     """In a stream's queue: the engine refused the request."""
 
     message: str
 
 
 @dataclass(slots=True, eq=False)
-class Stream:
+class OpenStream:
     """One open request. `request` is as it arrived, with a seed; `dealt` are the tokens sent to the client since.
 
     `started`: it has had an output, so that it no longer counts as queued; `cached_tokens` of its prompt were found
@@ -34,7 +34,7 @@ class Stream:
     """
 
     request: Request
-    queue: asyncio.Queue[RequestOutput | Refusal] = field(default_factory=asyncio.Queue)
+    queue: asyncio.Queue[SequenceOutput | StreamRefusal] = field(default_factory=asyncio.Queue)
     rank: int = -1
     dealt: list[int] = field(default_factory=list)
     started: bool = False
@@ -71,7 +71,7 @@ class Stream:
     def refuse(self, message: str) -> None:
         """The engine refused the request; its reader is told."""
         self.ended = True
-        self.queue.put_nowait(Refusal(message))
+        self.queue.put_nowait(StreamRefusal(message))
 
     def submission(self) -> Request:
         """The request to submit to the present life, tokens sent so far included; marks the stream as submitted.
@@ -89,7 +89,7 @@ class Stream:
             resumed_tokens=self.request.resumed_tokens + len(self.dealt),
         )
 
-    def take(self, output: RequestOutput) -> RequestOutput:
+    def take(self, output: SequenceOutput) -> SequenceOutput:
         """Note an output of the present life; returns the output for the client."""
         if not self.started:
             self.started, self.cached_tokens = True, output.cached_tokens
@@ -124,7 +124,7 @@ class Stream:
         """End it with an output that says why: "error" if the request is at fault, "abort" if the server is."""
         if not self.ended:
             self.ended = True
-            self.queue.put_nowait(RequestOutput(self.name, (), finish_reason=finish_reason, error=reason))
+            self.queue.put_nowait(SequenceOutput(self.name, (), finish_reason=finish_reason, error=reason))
 
 
 def _added(first: SpeculationCounts | None, second: SpeculationCounts | None) -> SpeculationCounts | None:
@@ -151,14 +151,14 @@ class Recovery:
     """
 
     def __init__(self) -> None:
-        self._suspects: list[Stream] = []
-        self._cleared: list[Stream] = []  # suspects that were held back during a loss
-        self._held: list[Stream] = []  # suspects that have had no turn yet
-        self._last: list[Stream] | None = None  # submitted after them; None when there are no turns
+        self._suspects: list[OpenStream] = []
+        self._cleared: list[OpenStream] = []  # suspects that were held back during a loss
+        self._held: list[OpenStream] = []  # suspects that have had no turn yet
+        self._last: list[OpenStream] | None = None  # submitted after them; None when there are no turns
         self._pending: set[str] = set()
         self._repeated = False
 
-    def lost(self, streams: list[Stream], loss: Loss) -> None:
+    def lost(self, streams: list[OpenStream], loss: Loss) -> None:
         """A life is over; `lose` was called on each of the open `streams`. Ends the stream found to be the cause."""
         involved = [stream for stream in streams if stream.involved]
         again = [stream for stream in self._suspects if stream in involved]
@@ -173,7 +173,7 @@ class Recovery:
                 f"each time; it may be the cause ({loss})"
             )
 
-    def begin(self, streams: list[Stream]) -> list[Stream]:
+    def begin(self, streams: list[OpenStream]) -> list[OpenStream]:
         """A new life begins; returns those of the open `streams` (in order of age) to submit now, in this order."""
         served = sorted(streams, key=lambda stream: not stream.started)
         if not self._repeated:
@@ -186,13 +186,13 @@ class Recovery:
         self._pending = {stream.name for stream in proven + cleared}
         return proven + cleared + self.settled("")
 
-    def arrived(self, stream: Stream) -> bool:
+    def arrived(self, stream: OpenStream) -> bool:
         """Whether a new stream may be submitted now; otherwise `settled` returns it when it is its turn."""
         if self._last is not None:
             self._last.append(stream)
         return self._last is None
 
-    def settled(self, name: str) -> list[Stream]:
+    def settled(self, name: str) -> list[OpenStream]:
         """A stream goes on in this life, or is over; returns the streams to submit now."""
         self._pending.discard(name)
         if self._pending or self._last is None:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import cache
 
-from cluster.observability.step_times import Pace
+from cluster.observability.step_times import StepTimes
 
 TAU_S = 5.0  # time constant of the mean: after a burst it is the present rate again within so many seconds
 KNOWN_TOKENS = 8  # for each running request, after which the measured rate is used
@@ -34,7 +34,7 @@ class TokenRate:
         self._request_s = self._request_s * kept + seconds * running
         self._seconds = self._seconds * kept + seconds
 
-    def by_running(self, running: Sequence[int], longest: int, pace: Pace | None) -> Callable[[int], float]:
+    def by_running(self, running: Sequence[int], longest: int, pace: StepTimes | None) -> Callable[[int], float]:
         """Tokens a second of each running request, by how many of them a group runs; the longest has `longest` tokens.
         `running` are the lengths of those that the gang runs at present, and steps take what `pace` says.
         """

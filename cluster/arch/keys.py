@@ -58,16 +58,16 @@ def _what_it_is(folder: Path) -> str:
     return "give the folder of a checkpoint"
 
 
-class Keys:
+class ConfigKeys:
     """Typed access to a config's keys; null counts as missing, and every error names the file and the key."""
 
     def __init__(self, data: Mapping[str, Any], where: str, file: str = "config.json") -> None:
         self.data, self.where, self.file = data, where, file
 
-    def over(self, defaults: Mapping[str, Any]) -> "Keys":
+    def over(self, defaults: Mapping[str, Any]) -> "ConfigKeys":
         """The same keys with `defaults` for those that are missing."""
         given = {key: value for key, value in self.data.items() if value is not None}
-        return Keys({**defaults, **given}, self.where, self.file)
+        return ConfigKeys({**defaults, **given}, self.where, self.file)
 
     def integer(self, key: str, default: int | None = None) -> int:
         """A positive integer."""
@@ -93,12 +93,12 @@ class Keys:
             raise ConfigError(f"{self.file} of {self.where!r}: {key} must be true or false, got {value!r}")
         return value
 
-    def section(self, key: str) -> "Keys":
+    def section(self, key: str) -> "ConfigKeys":
         """A nested object; an empty one where the key is missing."""
         value = self.data.get(key) or {}
         if not isinstance(value, Mapping):
             raise ConfigError(f"{self.file} of {self.where!r}: {key} must be an object, got {value!r}")
-        return Keys(value, self.where, self.file)
+        return ConfigKeys(value, self.where, self.file)
 
     def numbers(self, key: str) -> list[int] | None:
         """A list of integers, or None where the key is missing."""
@@ -108,7 +108,7 @@ class Keys:
         raise ConfigError(f"{self.file} of {self.where!r}: {key} must be a list of integers, got {value!r}")
 
 
-def family_of(keys: Keys, known: Sequence[str], what: str) -> str:
+def family_of(keys: ConfigKeys, known: Sequence[str], what: str) -> str:
     """The first entry of `architectures` that is in `known`; `what` names the role in the error."""
     names = keys.data.get("architectures") or []
     for name in names:

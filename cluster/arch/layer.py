@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from cluster.arch.cell import CodedCell
-from cluster.arch.keys import Keys
+from cluster.arch.keys import ConfigKeys
 from cluster.arch.rope import Rope, rope_of
 from cluster.config import ConfigError
 
@@ -130,7 +130,7 @@ def experts_of(layers: Iterable[LayerGeometry]) -> Moe | None:
 
 
 def geometry_of(
-    keys: Keys, activation: Activation = "silu", theta: float = 10000.0, partial: bool = False
+    keys: ConfigKeys, activation: Activation = "silu", theta: float = 10000.0, partial: bool = False
 ) -> LayerGeometry:
     """A layer as the common keys describe it; a family replaces what differs. `theta` and `partial` as in `rope_of`."""
     hidden, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
@@ -166,7 +166,7 @@ def geometry_of(
     )
 
 
-def sliding(keys: Keys, count: int, default: list[bool]) -> list[bool]:
+def sliding(keys: ConfigKeys, count: int, default: list[bool]) -> list[bool]:
     """Which of `count` layers have a sliding window: as `layer_types` says where the config has it, else `default`.
 
     Raises:

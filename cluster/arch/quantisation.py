@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from cluster.arch.keys import Keys, Shapes, read_json
-from cluster.arch.quantisation_rules import Rule, Scheme, auto_round_rules, compressed_rules, gptq_rules
+from cluster.arch.keys import ConfigKeys, Shapes, read_json
+from cluster.arch.quantisation_rules import Scheme, SchemeRule, auto_round_rules, compressed_rules, gptq_rules
 from cluster.config import ConfigError
 
 METHODS = ("fp8", "mxfp4", "compressed-tensors", "modelopt", "awq", "gptq", "auto-round", "fbgemm_fp8")
@@ -30,7 +30,7 @@ class Quantisation:
     """
 
     scheme: Scheme = NOTHING
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[SchemeRule, ...] = ()
     packing: Packing | None = None
     zero_offset: int = 1
     by_activation: bool = False
@@ -49,10 +49,10 @@ def read_quantisation(folder: str) -> Quantisation:
     """
     if not (Path(folder) / "config.json").is_file():
         return Quantisation()
-    return quantisation_of(Keys(read_json(folder, "config.json"), folder))
+    return quantisation_of(ConfigKeys(read_json(folder, "config.json"), folder))
 
 
-def quantisation_of(config: Keys) -> Quantisation:
+def quantisation_of(config: ConfigKeys) -> Quantisation:
     """What a config says.
 
     Raises:
@@ -88,7 +88,7 @@ def quantisation_of(config: Keys) -> Quantisation:
     return Quantisation(_blocks(own))
 
 
-def _gptq(own: Keys) -> Quantisation:
+def _gptq(own: ConfigKeys) -> Quantisation:
     _known(own, "bits", (None, 4, 8))
     _known(own, "checkpoint_format", (None, "gptq", "gptq_v2"))
     offset = 0 if own.data.get("checkpoint_format") == "gptq_v2" else 1
@@ -96,7 +96,7 @@ def _gptq(own: Keys) -> Quantisation:
     return Quantisation(common, gptq_rules(own.section("dynamic"), common), "gptq", offset, own.flag("desc_act"))
 
 
-def _compressed(own: Keys) -> Quantisation:
+def _compressed(own: ConfigKeys) -> Quantisation:
     """What compressed-tensors says."""
     _known(own, "format", (None, *FORMATS))
     _known(own.section("sparsity_config"), "format", (None, "dense"))
@@ -106,12 +106,12 @@ def _compressed(own: Keys) -> Quantisation:
         _known(group.section("weights"), "num_bits", (None, 4, 8))
     for rotation in _sections(own.section("transform_config").section("config_groups")):
         for at in rotation.data.get("apply") or ():
-            _known(Keys(at, own.where), "location", IN_WEIGHTS)
+            _known(ConfigKeys(at, own.where), "location", IN_WEIGHTS)
     rest, rules = compressed_rules(groups)
     return Quantisation(rest, rules, activations=any(group.data.get("input_activations") for group in each))
 
 
-def _blocks(own: Keys) -> Scheme:
+def _blocks(own: ConfigKeys) -> Scheme:
     """The `weight_block_size` of DeepSeek's FP8, which is [outputs, inputs]."""
     size = own.numbers("weight_block_size")
     if size is None:
@@ -124,7 +124,7 @@ def _blocks(own: Keys) -> Scheme:
     return Scheme(block=(size[0], size[1]), said=f"weight_block_size is {size}")
 
 
-def _groups(own: Keys) -> Scheme:
+def _groups(own: ConfigKeys) -> Scheme:
     """The `bits` and `group_size` of AWQ, GPTQ and AutoRound; -1: all inputs of an output are one group."""
     bits = None if own.data.get("bits") is None else own.integer("bits")
     if own.data.get("group_size") == -1:
@@ -135,7 +135,7 @@ def _groups(own: Keys) -> Scheme:
     return Scheme(bits, (1, size), f"group_size is {size}")
 
 
-def _sections(keys: Keys) -> list[Keys]:
+def _sections(keys: ConfigKeys) -> list[ConfigKeys]:
     return [keys.section(name) for name in keys.data]
 
 
@@ -156,7 +156,7 @@ def with_whole(shapes: dict[str, tuple[int, ...]], quantisation: Quantisation) -
     return whole
 
 
-def _known(keys: Keys, key: str, known: tuple[object, ...]) -> None:
+def _known(keys: ConfigKeys, key: str, known: tuple[object, ...]) -> None:
     if (value := keys.data.get(key)) not in known:
         names = ", ".join(str(each) for each in known if each is not None)
         raise ConfigError(f"{keys.file} of {keys.where!r}: {key} {value!r} is not served; known: {names}")

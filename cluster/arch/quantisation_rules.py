@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cluster.arch.keys import Keys
+from cluster.arch.keys import ConfigKeys
 from cluster.config import ConfigError
 
 PATTERN = re.compile(r"[*+?^$()\[\]{}|\\]")  # AutoRound takes a name with one of these for a regular expression
@@ -25,14 +25,14 @@ class Scheme:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class SchemeRule:
     """The `scheme` of modules whose name `fits`."""
 
     fits: Callable[[str], object]
     scheme: Scheme
 
 
-def gptq_rules(dynamic: Keys, common: Scheme) -> tuple[Rule, ...]:
+def gptq_rules(dynamic: ConfigKeys, common: Scheme) -> tuple[SchemeRule, ...]:
     """The rules of GPTQ's `dynamic`, in order: a pattern that begins a module's name, "+:" or nothing before it, has
     values of its own. Modules of "-:" are not quantised.
 
@@ -43,11 +43,11 @@ def gptq_rules(dynamic: Keys, common: Scheme) -> tuple[Rule, ...]:
     for key in dynamic.data:
         pattern = _compiled(dynamic, "dynamic", key.removeprefix("-:").removeprefix("+:"))
         own = Scheme() if key.startswith("-:") else _over(common, dynamic.section(key), f"dynamic.{key}.")
-        rules.append(Rule(pattern.match, own))
+        rules.append(SchemeRule(pattern.match, own))
     return tuple(rules)
 
 
-def auto_round_rules(extra: Keys, common: Scheme) -> tuple[Rule, ...]:
+def auto_round_rules(extra: ConfigKeys, common: Scheme) -> tuple[SchemeRule, ...]:
     """The rules of AutoRound's `extra_config`: names of modules first, then patterns found in names.
 
     Raises:
@@ -56,20 +56,20 @@ def auto_round_rules(extra: Keys, common: Scheme) -> tuple[Rule, ...]:
     exact, searched = [], []
     for key in extra.data:
         scheme = _over(common, extra.section(key), f"extra_config.{key}.")
-        exact.append(Rule(key.__eq__, scheme))
+        exact.append(SchemeRule(key.__eq__, scheme))
         if PATTERN.search(key):
-            searched.append(Rule(_compiled(extra, "extra_config", key).search, scheme))
+            searched.append(SchemeRule(_compiled(extra, "extra_config", key).search, scheme))
     return (*exact, *searched)
 
 
-def compressed_rules(groups: Keys) -> tuple[Scheme, tuple[Rule, ...]]:
+def compressed_rules(groups: ConfigKeys) -> tuple[Scheme, tuple[SchemeRule, ...]]:
     """The rules of compressed-tensors' `config_groups`: targets that are names first, then patterns ("re:"). The scheme
     of all other modules is that of the first group whose target is the class "Linear".
 
     Raises:
         ConfigError: as `gptq_rules`.
     """
-    rest, exact, matched = Scheme(), list[Rule](), list[Rule]()
+    rest, exact, matched = Scheme(), list[SchemeRule](), list[SchemeRule]()
     for name in reversed(list(groups.data)):
         group = groups.section(name)
         scheme = _compressed(group.section("weights"), f"config_groups.{name}.weights.")
@@ -82,12 +82,12 @@ def compressed_rules(groups: Keys) -> tuple[Scheme, tuple[Rule, ...]]:
         if not targets or "Linear" in targets:
             rest = scheme
         patterns = [target.removeprefix("re:") for target in targets if target.startswith("re:")]
-        matched[:0] = [Rule(_compiled(groups, f"{name}.targets", pattern).match, scheme) for pattern in patterns]
-        exact[:0] = [Rule(target.__eq__, scheme) for target in targets]
+        matched[:0] = [SchemeRule(_compiled(groups, f"{name}.targets", pattern).match, scheme) for pattern in patterns]
+        exact[:0] = [SchemeRule(target.__eq__, scheme) for target in targets]
     return rest, (*exact, *matched)
 
 
-def _compressed(weights: Keys, field: str) -> Scheme:
+def _compressed(weights: ConfigKeys, field: str) -> Scheme:
     """The `weights` of one group; a strategy that is not known says nothing."""
     bits = weights.integer("num_bits") if weights.data.get("num_bits") is not None else None
     strategy, size = weights.data.get("strategy"), weights.data.get("group_size")
@@ -108,7 +108,7 @@ def _compressed(weights: Keys, field: str) -> Scheme:
     return Scheme(bits, (0, 0), said) if strategy == "tensor" else Scheme(bits)
 
 
-def _over(common: Scheme, own: Keys, field: str) -> Scheme:
+def _over(common: Scheme, own: ConfigKeys, field: str) -> Scheme:
     """`common`, with the `bits` and the `group_size` of a rule's `own` values."""
     bits = own.integer("bits") if own.data.get("bits") is not None else common.bits
     if (size := own.data.get("group_size")) is None:
@@ -117,7 +117,7 @@ def _over(common: Scheme, own: Keys, field: str) -> Scheme:
     return Scheme(bits, (1, inputs), f"{field}group_size is {size}")
 
 
-def _compiled(keys: Keys, field: str, pattern: str) -> re.Pattern[str]:
+def _compiled(keys: ConfigKeys, field: str, pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:

@@ -13,13 +13,13 @@ from cluster.arch.families.mistral_native import mistral_native
 from cluster.arch.families.mixtral import mixtral
 from cluster.arch.families.qwen import mimo, qwen2, qwen3, qwen3_moe
 from cluster.arch.families.wrapped import WRAPPERS, wrapped
-from cluster.arch.keys import Keys, family_of, read_json
+from cluster.arch.keys import ConfigKeys, family_of, read_json
 from cluster.arch.layer import geometry_of
 from cluster.arch.quantisation import quantisation_of
 from cluster.arch.target import TargetArch, target_of
 from cluster.config import ConfigError
 
-FAMILIES: dict[str, Callable[[Keys], TargetArch]] = {
+FAMILIES: dict[str, Callable[[ConfigKeys], TargetArch]] = {
     "LlamaForCausalLM": llama,
     "MistralForCausalLM": mistral,
     "Ministral3ForCausalLM": ministral3,
@@ -89,13 +89,13 @@ def read_target(folder: str) -> TargetArch:
     """
     if is_native(folder):
         _refuse_original(folder)
-        return mistral_native(Keys(read_json(folder, "params.json"), folder, "params.json"))
+        return mistral_native(ConfigKeys(read_json(folder, "params.json"), folder, "params.json"))
     if all((Path(folder) / name).is_file() for name in ADAPTER):
         raise ConfigError(
             f"{folder!r} has an adapter (LoRA) beside the model, {' and '.join(ADAPTER)}, which is not applied; merge "
             "it into the weights, or remove these files to serve the model without it"
         )
-    keys = Keys(read_json(folder, "config.json"), folder)
+    keys = ConfigKeys(read_json(folder, "config.json"), folder)
     name = _stateful(keys)
     if name is not None:
         raise ConfigError(
@@ -116,13 +116,13 @@ def outline(folder: str) -> TargetArch | None:
     """
     if is_native(folder):
         return None
-    keys = Keys(read_json(folder, "config.json"), folder)
+    keys = ConfigKeys(read_json(folder, "config.json"), folder)
     name = _stateful(keys)
     if name is None:
         return None
     return target_of(keys, name, (geometry_of(keys, partial=True),) * keys.integer("num_hidden_layers"))
 
 
-def _stateful(keys: Keys) -> str | None:
+def _stateful(keys: ConfigKeys) -> str | None:
     names = [str(name) for name in keys.data.get("architectures") or []]
     return next((n for n in names if n not in FAMILIES and any(part in n for part in STATEFUL)), None)

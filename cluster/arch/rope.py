@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cluster.arch.keys import Keys
+from cluster.arch.keys import ConfigKeys
 from cluster.config import ConfigError
 
 KINDS = ("default", "dynamic", "linear", "llama3", "yarn")
@@ -54,7 +54,7 @@ class Rope:
         return int(positions * (self.linear if self.dynamic is None else self.dynamic[0]))
 
 
-def rope_of(keys: Keys, theta: float = 10000.0, layer_type: str | None = None, partial: bool = False) -> Rope:
+def rope_of(keys: ConfigKeys, theta: float = 10000.0, layer_type: str | None = None, partial: bool = False) -> Rope:
     """The rotary embedding that the config asks for; `theta` is the base where the config has none.
 
     `layer_type` picks one entry of a config that lists several embeddings by layer type. Old and new spelling are read:
@@ -118,7 +118,7 @@ def rope_of(keys: Keys, theta: float = 10000.0, layer_type: str | None = None, p
     )
 
 
-def scaling_of(keys: Keys, layer_type: str | None = None) -> Keys:
+def scaling_of(keys: ConfigKeys, layer_type: str | None = None) -> ConfigKeys:
     """What the config says of scaling, over what `rope_parameters` has besides; of a layer type where it lists them."""
     new, old = keys.section("rope_parameters"), keys.section("rope_scaling")
     if layer_type is not None:
@@ -128,7 +128,7 @@ def scaling_of(keys: Keys, layer_type: str | None = None) -> Keys:
     return old.over({name: new.data[name] for name in ("rope_theta", "partial_rotary_factor") if name in new.data})
 
 
-def original_length(keys: Keys, layer_type: str | None = None) -> int:
+def original_length(keys: ConfigKeys, layer_type: str | None = None) -> int:
     """The context length that a scaling starts from, resolved as `transformers` does it.
 
     A key at the top of the config comes first, unless scaling is listed by layer type; then the scaling's own key; then
@@ -143,7 +143,7 @@ def original_length(keys: Keys, layer_type: str | None = None) -> int:
     return scaling_of(keys, layer_type).integer(name, longest_of(keys))
 
 
-def longest_of(keys: Keys) -> int:
+def longest_of(keys: ConfigKeys) -> int:
     """What a config promises as its longest text, before any scaling stretches it."""
     return keys.integer("max_position_embeddings", 2048)
 
@@ -153,7 +153,7 @@ def mscale(factor: float, weight: float) -> float:
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _required(scaling: Keys, kind: str, *names: str) -> list[float]:
+def _required(scaling: ConfigKeys, kind: str, *names: str) -> list[float]:
     missing = [name for name in names if scaling.data.get(name) is None]
     if missing:
         raise ConfigError(f"{scaling.file} of {scaling.where!r}: rope_scaling {kind} lacks {missing}")

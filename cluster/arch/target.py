@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.arch.keys import Keys, dtype_of, read_json
+from cluster.arch.keys import ConfigKeys, dtype_of, read_json
 from cluster.arch.layer import LayerGeometry
 from cluster.arch.rope import longest_of
 from cluster.config import ConfigError
@@ -59,7 +59,7 @@ class TargetArch:
         return name
 
 
-def target_of(keys: Keys, family: str, layers: tuple[LayerGeometry, ...], **own: Any) -> TargetArch:
+def target_of(keys: ConfigKeys, family: str, layers: tuple[LayerGeometry, ...], **own: Any) -> TargetArch:
     """The target of these layers: keys that all configs share are read here, `own` are the family's own values.
 
     Raises:
@@ -125,7 +125,7 @@ def _added_tokens(path: Path) -> list[Any]:
     return found if isinstance(found, list) else []
 
 
-def _longest(keys: Keys, layers: tuple[LayerGeometry, ...]) -> int:
+def _longest(keys: ConfigKeys, layers: tuple[LayerGeometry, ...]) -> int:
     """The longest text: what the config promises, as far as scaling stretches it. With dual chunk attention
     (Qwen2.5-1M) as far as that is plain attention: a chunk less what is local.
     """

@@ -27,7 +27,7 @@ def _either(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class Visibility:
     """What q rows of each of R requests see: of the window's w slots what `visible` `[R or 1, q, w]` says, and all
     committed tokens; but rows at label `first` and above see nothing below it. `bias` is that of `visible`; `whole`
     says that it is 0 everywhere.
@@ -39,19 +39,19 @@ class Sight:
     whole: bool = False
 
     @staticmethod
-    def of(bits: Tensor, width: int, first: int, dtype: torch.dtype) -> "Sight":
+    def of(bits: Tensor, width: int, first: int, dtype: torch.dtype) -> "Visibility":
         """By bits `[R or 1, q, ceil(w / 32)]`; those of rows in a line are known, so that a chain pays nothing."""
         rows, device = bits.shape[1], bits.device
         if bits is line_bits(rows, width, device):
-            return Sight(*_line(rows, width, dtype, device), first, rows == 1)
+            return Visibility(*_line(rows, width, dtype, device), first, rows == 1)
         visible = visible_in(bits, width)
-        return Sight(visible, bias_of(visible, dtype), first)
+        return Visibility(visible, bias_of(visible, dtype), first)
 
     @staticmethod
-    def text(rows: int, first: int, dtype: torch.dtype, device: torch.device) -> "Sight":
+    def text(rows: int, first: int, dtype: torch.dtype, device: torch.device) -> "Visibility":
         """Rows of a text."""
         visible = in_line(rows, rows, device)
-        return Sight(visible, bias_of(visible, dtype), first)
+        return Visibility(visible, bias_of(visible, dtype), first)
 
     def narrows(self, sliding_window: int | None) -> bool:
         """Whether a row may see less than all committed tokens."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cluster.attention.kernel_layout import fitting, with_rows_whole
-from cluster.batch import HostBounds, Seen
+from cluster.batch import AttentionMetadata, HostBounds
 from cluster.capture.recorder import native
 from cluster.kernels.library import Library
 from cluster.kv.page_table import PageTable
@@ -27,7 +27,7 @@ NUMBERS = (
 )
 
 
-class Arguments(Structure):
+class AttendArguments(Structure):
     """`struct aerie_attend`."""
 
     _fields_ = (
@@ -69,15 +69,15 @@ class CAttention:
             "scale": size**-0.5 if scale is None else scale,
         }
         self._held: list[Tensor] = []  # what `_bound` points to
-        self._bound = Arguments()
+        self._bound = AttendArguments()
 
     def prepare(self, bounds: HostBounds) -> None:
         """A step within these bounds begins; they are not needed."""
 
-    def bind(self, seen: Seen) -> None:
+    def bind(self, seen: AttentionMetadata) -> None:
         """Use `seen` for the calls of the next forward."""
         given = {"write": seen.write}
-        bound = Arguments(**self._fixed, first=seen.first)
+        bound = AttendArguments(**self._fixed, first=seen.first)
         if (tree := seen.tree) is not None:
             bits = with_rows_whole(tree.bits)
             given |= {"tree_rows": tree.rows, "tree_lens": tree.lens, "bits": bits}
@@ -95,7 +95,7 @@ class CAttention:
         """q `[T, nh, d]`, kv `[T, 2, nkv, d]` or `[T, 1, 1, d]` -> `[T, nh * dv]`; writes kv first."""
         q, kv = fitting(q, kv, self._pool)
         out = q.new_empty(q.shape[0], self._heads * self._value_dim)
-        given = Arguments.from_buffer_copy(self._bound)
+        given = AttendArguments.from_buffer_copy(self._bound)
         given.memory, given.q, given.kv = self._pool.kv[layer].data_ptr(), q.data_ptr(), kv.data_ptr()
         given.sinks = None if sinks is None else sinks.data_ptr()
         given.out, given.window = out.data_ptr(), self._windows[layer]

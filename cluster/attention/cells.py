@@ -25,7 +25,7 @@ RUN = 1 << 18
 lies about it, which costs less than products of its own."""
 
 
-class Piece(NamedTuple):
+class CellPiece(NamedTuple):
     """`length` cells of each of some requests, in order of position: a slice of the pool, or slots `[R * length]`."""
 
     read: slice | Tensor
@@ -37,7 +37,7 @@ def look(numbers: Tensor) -> list[Any] | None:
     return numbers.tolist() if numbers.is_cpu else None
 
 
-class Cells:
+class RequestCells:
     """The cells of R >= 1 requests: of their committed tokens, and of `more` slots after them.
 
     `lens` `[R]` tokens are committed, at most `longest`. Beyond its own count a request reads its own first slot after
@@ -56,7 +56,7 @@ class Cells:
         self._beyond: Tensor | None = None
         self._slots: Tensor | None = None
         self._bias: Tensor | None = None
-        self._pieces: dict[tuple[int, int, int, bool], list[Piece]] = {}
+        self._pieces: dict[tuple[int, int, int, bool], list[CellPiece]] = {}
 
     def apart(self, width: int, cell: int) -> bool:
         """Whether requests are better read one by one, with `width` slots after them and `cell` bytes a token."""
@@ -100,7 +100,7 @@ class Cells:
             return (number + (self.lens[:, None] - self.longest)).clamp_(min=-1)
         return number.masked_fill(self.beyond, -1)
 
-    def pieces(self, at: int, width: int, cell: int, several: bool) -> list[Piece]:
+    def pieces(self, at: int, width: int, cell: int, several: bool) -> list[CellPiece]:
         """How request `at` is read alone: its committed tokens and `width` slots after them, `cell` bytes a token.
 
         A single run is a slice. Otherwise, if the request is `LONG` and `several` pieces may be, each `RUN` is a slice,
@@ -121,9 +121,9 @@ class Cells:
             length = min(last, count) - first
             if start is None:
                 read = self._table.first_slots(self.rows[at : at + 1], count)[0, first : first + length]
-                pieces.append(Piece(read, length))
+                pieces.append(CellPiece(read, length))
             else:
-                pieces.append(Piece(slice(start, start + length), length))
+                pieces.append(CellPiece(slice(start, start + length), length))
         return pieces
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cluster.attention.bias import Sight
-from cluster.attention.cells import Cells, Piece
-from cluster.batch import HostBounds, Seen, Text, Tree
+from cluster.attention.bias import Visibility
+from cluster.attention.cells import CellPiece, RequestCells
+from cluster.batch import AttentionMetadata, HostBounds, PromptRows, TreeRows
 from cluster.kv.page_table import PageTable
 
 MOST_ROWS = 256
@@ -20,7 +20,7 @@ MOST_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
+class GatherSpec:
     """What reads: `cell` bytes a token in one layer, `repeat` query heads on each kv head, in the dtype of its biases.
     `windows` are the sliding windows that occur, None for full attention.
     """
@@ -36,7 +36,7 @@ class Reader:
 
 
 @dataclass(slots=True)
-class Part:
+class AttentionCall:
     """R requests with q rows each that are attended in one call. `rows` are batch rows: a slice where they lie
     together, else an index `[R * q]`.
 
@@ -48,7 +48,7 @@ class Part:
     requests: int
     q_rows: int
     rows: slice | Tensor
-    pieces: Sequence[Piece]
+    pieces: Sequence[CellPiece]
     biases: Mapping[int | None, Tensor | None]
     back: Tensor | None = None
 
@@ -57,33 +57,33 @@ class Part:
 class Chunks:
     """Prompt chunks in order of length, of `counts` rows each, from row `begin` of the text on.
 
-    If they are not all of one length, `rows` and `back` are those of `Part`, from the text's row 0.
+    If they are not all of one length, `rows` and `back` are those of `AttentionCall`, from the text's row 0.
     """
 
     begin: int
     counts: list[int]
-    cells: Cells
+    cells: RequestCells
     rows: Tensor | None = None
     back: Tensor | None = None
 
-    def parts(self, at: int, first: int, reader: Reader) -> list[Part]:
-        """Their parts, in a batch where the text begins at row `at`; `first` as in `Seen`."""
+    def parts(self, at: int, first: int, reader: GatherSpec) -> list[AttentionCall]:
+        """Their parts, in a batch where the text begins at row `at`; `first` as in `AttentionMetadata`."""
         cells, q = self.cells, self.counts[-1]
         if cells.apart(q, reader.cell):
             return list(self._apart(at + self.begin, first, reader))
-        sight = Sight.text(q, first, reader.dtype, cells.lens.device)
+        sight = Visibility.text(q, first, reader.dtype, cells.lens.device)
         biases = {width: over(sight, cells, width) for width in reader.windows}
         begin = at + self.begin
         rows = slice(begin, begin + q * len(self.counts)) if self.rows is None else self.rows + at
-        return [Part(len(self.counts), q, rows, [copied(cells, q)], biases, self.back)]
+        return [AttentionCall(len(self.counts), q, rows, [copied(cells, q)], biases, self.back)]
 
-    def _apart(self, begin: int, first: int, reader: Reader) -> Iterator[Part]:
+    def _apart(self, begin: int, first: int, reader: GatherSpec) -> Iterator[AttentionCall]:
         cells = self.cells
         for i, q in enumerate(self.counts):
-            sight, own = Sight.text(q, first, reader.dtype, cells.lens.device), slice(i, i + 1)
+            sight, own = Visibility.text(q, first, reader.dtype, cells.lens.device), slice(i, i + 1)
             biases = {width: behind(sight, cells, own, width) for width in reader.windows}
             pieces = cells.pieces(i, q, reader.cell, reader.may_part(q))
-            yield Part(1, q, slice(begin, begin + q), pieces, biases)
+            yield AttentionCall(1, q, slice(begin, begin + q), pieces, biases)
             begin += q
 
 
@@ -103,10 +103,10 @@ class Gather:
     def prepare(self, bounds: HostBounds) -> None:
         """A step begins: its bounds are these, and lengths and pages are others than before."""
         self._bounds = bounds
-        self._tree: tuple[Tree, Cells] | None = None
-        self._text: tuple[Text, list[Chunks]] | None = None
+        self._tree: tuple[TreeRows, RequestCells] | None = None
+        self._text: tuple[PromptRows, list[Chunks]] | None = None
 
-    def parts(self, seen: Seen, reader: Reader) -> list[Part]:
+    def parts(self, seen: AttentionMetadata, reader: GatherSpec) -> list[AttentionCall]:
         """The parts that cover the batch rows in order."""
         parts, rows = [], 0
         if seen.tree is not None and seen.tree.lens.shape[0]:
@@ -117,43 +117,43 @@ class Gather:
                 parts += chunks.parts(rows, seen.first, reader)
         return parts
 
-    def _of_tree(self, tree: Tree, first: int, reader: Reader) -> list[Part]:
+    def _of_tree(self, tree: TreeRows, first: int, reader: GatherSpec) -> list[AttentionCall]:
         if self._tree is None or self._tree[0].lens is not tree.lens or self._tree[0].rows is not tree.rows:
             window = self._window + self._bounds.forced
-            self._tree = tree, Cells(self.table, tree.rows, tree.lens, self._bounds.longest, window)
+            self._tree = tree, RequestCells(self.table, tree.rows, tree.lens, self._bounds.longest, window)
         cells, r, q = self._tree[1], tree.lens.shape[0], tree.bits.shape[1]
-        sight = Sight.of(tree.bits, tree.width, first, reader.dtype)
+        sight = Visibility.of(tree.bits, tree.width, first, reader.dtype)
         if not cells.apart(tree.width, reader.cell):
             together = {width: over(sight, cells, width) for width in reader.windows}
-            return [Part(r, q, slice(0, r * q), [copied(cells, tree.width)], together)]
+            return [AttentionCall(r, q, slice(0, r * q), [copied(cells, tree.width)], together)]
         biases = {width: behind(sight, cells, slice(0, r), width) for width in reader.windows}
         parts = []
         for i in range(r):
             pieces = cells.pieces(i, tree.width, reader.cell, reader.may_part(q))
             own = {width: of_request(bias, i) for width, bias in biases.items()}
-            parts.append(Part(1, q, slice(i * q, i * q + q), pieces, own))
+            parts.append(AttentionCall(1, q, slice(i * q, i * q + q), pieces, own))
         return parts
 
-    def _chunks(self, text: Text) -> list[Chunks]:
+    def _chunks(self, text: PromptRows) -> list[Chunks]:
         if self._text is None or self._text[0] is not text:
             lengths = [stop - start for start, stop in self._bounds.chunks]
             self._text = text, [self._padded(text, lengths, part) for part in alike(lengths)]
         return self._text[1]
 
-    def _padded(self, text: Text, lengths: list[int], part: slice) -> Chunks:
+    def _padded(self, text: PromptRows, lengths: list[int], part: slice) -> Chunks:
         """The chunks of one part, which have `lengths` rows."""
         begin, counts, q = sum(lengths[: part.start]), lengths[part], lengths[part.stop - 1]
         longest = max(start for start, _ in self._bounds.chunks[part])
         given, device = (self.table, text.rows[part], text.starts[part], longest, q), text.starts.device
         if counts[0] == q:
-            return Chunks(begin, counts, Cells(*given))
+            return Chunks(begin, counts, RequestCells(*given))
         firsts = text.indptr[part]
         real = text.indptr[part.start + 1 : part.stop + 1] - firsts
         row = torch.arange(q, device=device)
         rows = (firsts[:, None] + torch.where(row < real[:, None], row, 0)).view(-1)
         ahead = torch.arange(len(counts), device=device) * q - (firsts - begin)  # of real rows among the padded ones
         back = torch.arange(sum(counts), device=device) + ahead.repeat_interleave(real, output_size=sum(counts))
-        return Chunks(begin, counts, Cells(*given, real), rows, back)
+        return Chunks(begin, counts, RequestCells(*given, real), rows, back)
 
 
 def alike(lengths: Sequence[int]) -> Iterator[slice]:
@@ -165,13 +165,13 @@ def alike(lengths: Sequence[int]) -> Iterator[slice]:
             begin = end
 
 
-def copied(cells: Cells, width: int) -> Piece:
+def copied(cells: RequestCells, width: int) -> CellPiece:
     """All requests' committed tokens, padded, and `width` slots after them: one copy."""
     slots = cells.slots(width)
-    return Piece(slots.reshape(-1), slots.shape[1])
+    return CellPiece(slots.reshape(-1), slots.shape[1])
 
 
-def over(sight: Sight, cells: Cells, sliding_window: int | None) -> Tensor:
+def over(sight: Visibility, cells: RequestCells, sliding_window: int | None) -> Tensor:
     """The bias `[R, q, P + w]` over `copied`."""
     if sight.narrows(sliding_window):
         return sight.narrowed(cells.labels(False), cells.lens, sliding_window)
@@ -182,7 +182,7 @@ def over(sight: Sight, cells: Cells, sliding_window: int | None) -> Tensor:
     return torch.cat([seen, sight.bias.expand(seen.shape[0], -1, -1)], 2)
 
 
-def behind(sight: Sight, cells: Cells, requests: slice, sliding_window: int | None) -> Tensor | None:
+def behind(sight: Visibility, cells: RequestCells, requests: slice, sliding_window: int | None) -> Tensor | None:
     """The bias `[R or 1, q, c]` over the last c cells of `requests` read one by one; they see all before. None: all."""
     if sight.narrows(sliding_window):
         return sight.narrowed(cells.labels(True)[requests], cells.lens[requests], sliding_window)

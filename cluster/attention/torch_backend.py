@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cluster.attention.cells import Piece
-from cluster.attention.gather import Gather, Part, Reader
-from cluster.batch import HostBounds, Seen
+from cluster.attention.cells import CellPiece
+from cluster.attention.gather import AttentionCall, Gather, GatherSpec
+from cluster.batch import AttentionMetadata, HostBounds
 from cluster.capture.recorder import native, opaque
 from cluster.kv.codes import coded, decoded, largest
 from cluster.kv.pool import KVPool
@@ -57,15 +57,15 @@ class TorchAttention:
         self._scale = self._head_dim**-0.5 if scale is None else scale
         self._value_dim = self._head_dim if value_dim is None else value_dim
         self._repeat, cell = heads // self._kv_heads, prod(pool.cell) * pool.dtype.itemsize
-        self._reader = Reader(cell, self._repeat, pool.dtype, set(self._windows))
+        self._reader = GatherSpec(cell, self._repeat, pool.dtype, set(self._windows))
         self._write: Tensor | None = None
-        self._parts: list[Part] = []
+        self._parts: list[AttentionCall] = []
 
     def prepare(self, bounds: HostBounds) -> None:
         """A step within these bounds begins."""
         self._gather.prepare(bounds)
 
-    def bind(self, seen: Seen) -> None:
+    def bind(self, seen: AttentionMetadata) -> None:
         """Use `seen` for the calls of the next forward; what all layers share is made once, here."""
         native(self._bind, seen)
 
@@ -73,7 +73,7 @@ class TorchAttention:
         """q `[T, nh, d]`, kv `[T, 2, nkv, d]` or `[T, 1, 1, d]` -> `[T, nh * dv]`; writes kv first."""
         return opaque(self._attended, layer, q, kv, sinks)
 
-    def _bind(self, seen: Seen) -> None:
+    def _bind(self, seen: AttentionMetadata) -> None:
         self._write = seen.write
         self._parts = self._gather.parts(seen, self._reader)
         for part in self._parts:
@@ -88,7 +88,7 @@ class TorchAttention:
             return q.new_zeros(q.shape[0], self._heads * self._value_dim)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _attend(self, layer: int, q: Tensor, part: Part, sinks: Tensor | None) -> Tensor:
+    def _attend(self, layer: int, q: Tensor, part: AttentionCall, sinks: Tensor | None) -> Tensor:
         """Attention of one part; the rep query heads of a kv head are rep * q rows of one matrix."""
         nkv, r, n, repeat = self._kv_heads, part.requests, part.q_rows, self._repeat
         cells = [self._cells(layer, piece, r) for piece in part.pieces]
@@ -104,7 +104,7 @@ class TorchAttention:
         out = out.view(r, nkv, repeat, n, -1).permute(0, 3, 1, 2, 4).reshape(r * n, self._heads * self._value_dim)
         return out if part.back is None else out.index_select(0, part.back)
 
-    def _cells(self, layer: int, piece: Piece, requests: int) -> tuple[Tensor, Tensor]:
+    def _cells(self, layer: int, piece: CellPiece, requests: int) -> tuple[Tensor, Tensor]:
         """Keys `[R, nkv, L, d]` and values `[R, nkv, L, dv]`."""
         memory, read = self._memory[layer], piece.read
         found = memory[read] if isinstance(read, slice) else memory.index_select(0, read)
@@ -115,7 +115,7 @@ class TorchAttention:
         return cells[0], values if self._value_dim == self._head_dim else values[..., : self._value_dim]
 
 
-def for_heads(part: Part, bias: Tensor | None, repeat: int) -> Tensor | None:
+def for_heads(part: AttentionCall, bias: Tensor | None, repeat: int) -> Tensor | None:
     """`bias` `[R or 1, q, c]` over all L cells of `part`, for rep query heads: `[R or 1, 1, rep * q or 1, L]`."""
     if bias is None:
         return None

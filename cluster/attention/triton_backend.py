@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cluster.attention.kernel_layout import fitting, with_rows_whole
-from cluster.batch import HostBounds, Seen, Text, Tree
+from cluster.batch import AttentionMetadata, HostBounds, PromptRows, TreeRows
 from cluster.kernels.attend import gpu
 from cluster.kernels.launch import INTERPRETED, WIDE, launch, whole
 from cluster.kernels.store.gpu import store, store_coded
@@ -73,12 +73,12 @@ class TritonAttention:
             "WIDEN": INTERPRETED and pool.dtype.itemsize == 2,
             **self._wide,
         }
-        self._seen: Seen | None = None
+        self._seen: AttentionMetadata | None = None
 
     def prepare(self, bounds: HostBounds) -> None:
         """A step within these bounds begins; they are not needed."""
 
-    def bind(self, seen: Seen) -> None:
+    def bind(self, seen: AttentionMetadata) -> None:
         """Use `seen` for the calls of the next forward."""
         self._seen = seen
 
@@ -112,7 +112,7 @@ class TritonAttention:
         launch(store_coded, (count,), *given, **how, **blocks)
 
     def _attend_tree(
-        self, given: tuple[Tensor | None, ...], tree: Tree, first: int, window: int, before: Before | None = None
+        self, given: tuple[Tensor | None, ...], tree: TreeRows, first: int, window: int, before: Before | None = None
     ) -> None:
         bits = with_rows_whole(tree.bits)
         requests, (_, each, words) = tree.rows.shape[0], bits.shape
@@ -152,7 +152,9 @@ class TritonAttention:
         given = partials, bad, sinks, *(before or (None, None, None)), out, each
         launch(gpu.join, (out.shape[0], self._heads), *given, **how, **sizes, **self._wide)
 
-    def _attend_text(self, given: tuple[Tensor | None, ...], text: Text, after: int, first: int, window: int) -> None:
+    def _attend_text(
+        self, given: tuple[Tensor | None, ...], text: PromptRows, after: int, first: int, window: int
+    ) -> None:
         q, _, pages, _, sinks, _ = given
         assert q is not None and pages is not None
         chunks, rows = text.rows.shape[0], q.shape[0] - after

@@ -37,7 +37,7 @@ def least_seconds(forwards: Iterable[Demand], best: Ceilings) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class ForwardRows:
     """The rows of a forward: `each` of every one of R `requests`, which have `context` tokens committed on average."""
 
     requests: int
@@ -51,7 +51,7 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
+class MatrixNumbers:
     """The numbers of one layer's matrices: of those that every row takes, and of those of `each` expert, of which a row
     takes `active`.
     """
@@ -66,7 +66,7 @@ class Numbers:
         return self.experts * (1 - (1 - self.active / self.experts) ** rows) if self.experts else 0.0
 
 
-def numbers_of(g: LayerGeometry, pair: bool = False) -> Numbers:
+def numbers_of(g: LayerGeometry, pair: bool = False) -> MatrixNumbers:
     """Those of a layer; with `pair` its attention reads the embedding beside the hidden state."""
     common = routed = 0
     for name, shape in layer_tensors("", g):
@@ -81,11 +81,11 @@ def numbers_of(g: LayerGeometry, pair: bool = False) -> Numbers:
     if g.gated:
         common += g.heads * g.head_dim * g.hidden * (2 if pair else 1)
     if g.moe is None:
-        return Numbers(common)
-    return Numbers(common, routed // g.moe.experts, g.moe.experts, g.moe.active)
+        return MatrixNumbers(common)
+    return MatrixNumbers(common, routed // g.moe.experts, g.moe.experts, g.moe.active)
 
 
-def layer_demand(g: LayerGeometry, rows: Rows, itemsize: int, pair: bool = False) -> Demand:
+def layer_demand(g: LayerGeometry, rows: ForwardRows, itemsize: int, pair: bool = False) -> Demand:
     """That of one layer: its weights, the cells of the prefix and of the rows, and attention of each row over the
     prefix and itself.
     """
@@ -104,7 +104,7 @@ def matrix_demand(inputs: int, outputs: int, rows: int, itemsize: int, kept: boo
     return Demand(float(read * itemsize), 2.0 * rows * inputs * outputs)
 
 
-def target_demand(models: ResolvedModels, rows: Rows, itemsize: int) -> Demand:
+def target_demand(models: ResolvedModels, rows: ForwardRows, itemsize: int) -> Demand:
     """That of the target over a tree's rows, its head included."""
     arch, whole = models.target, Demand(float(rows.count * models.target.hidden * itemsize))
     for layer in arch.layers:
@@ -112,7 +112,7 @@ def target_demand(models: ResolvedModels, rows: Rows, itemsize: int) -> Demand:
     return whole + matrix_demand(arch.hidden, arch.vocab_size, rows.count, itemsize, kept=True)
 
 
-def draft_demand(spec: DraftSpec, rows: Rows, chosen: int, itemsize: int, fused: bool = False) -> Demand:
+def draft_demand(spec: DraftSpec, rows: ForwardRows, chosen: int, itemsize: int, fused: bool = False) -> Demand:
     """That of one forward of a draft's runner, whose head proposes after `chosen` rows; `fused`: at extend."""
     whole = Demand(float(rows.count * spec.hidden * itemsize))
     for layer in spec.layers:
@@ -129,14 +129,14 @@ def draft_demand(spec: DraftSpec, rows: Rows, chosen: int, itemsize: int, fused:
 def step_demand(models: ResolvedModels, requests: int, context: float, itemsize: int) -> dict[str, list[Demand]]:
     """The forwards of each phase of a step in which R requests decode with trees of the models' shape."""
     shape, spec = models.shape, models.draft
-    target = target_demand(models, Rows(requests, shape.num_draft_tokens, context), itemsize)
+    target = target_demand(models, ForwardRows(requests, shape.num_draft_tokens, context), itemsize)
     found: dict[str, list[Demand]] = {"draft": [], "target": [target], "extend": []}
     if spec is None:
         return found
     for level in range(1, shape.num_steps):
         each = shape.topk * (level if models.runners > 1 else 1)  # a runner of its own runs the levels before it too
-        found["draft"].append(draft_demand(spec, Rows(requests, each, context), requests * shape.topk, itemsize))
-    rows = Rows(requests, shape.num_steps + 1, context)
+        found["draft"].append(draft_demand(spec, ForwardRows(requests, each, context), requests * shape.topk, itemsize))
+    rows = ForwardRows(requests, shape.num_steps + 1, context)
     for runner in range(max(1, models.runners)):
         found["extend"].append(draft_demand(spec, rows, 0 if runner else requests, itemsize, fused=not runner))
     return found

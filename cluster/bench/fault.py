@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.bench.server import TWO_RANKS, ServerProcess
-from cluster.bench.streams import HOST, Prompt, Stream, errors_of, page, run_together, served_model
+from cluster.bench.streams import HOST, ClientStream, Prompt, errors_of, page, run_together, served_model
 
 GANG = ("dtype=float64", *TWO_RANKS)
 OPEN_TOKENS = 6  # a stream with this many counts as open
@@ -24,21 +24,21 @@ REPLICA, ENGINE = "ServeReplica:", "-engine"  # what Ray calls the process of an
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class StreamLoad:
     """What every round streams, and the same streams without a fault (`wanted`)."""
 
     model: str
     prompts: Sequence[Prompt]
     max_tokens: int
-    wanted: Sequence[Stream]
+    wanted: Sequence[ClientStream]
 
-    def different(self, streams: Sequence[Stream]) -> int:
+    def different(self, streams: Sequence[ClientStream]) -> int:
         """How many streams ended with other tokens than without a fault."""
         pairs = zip(streams, self.wanted, strict=True)
         return sum(stream.error is None and stream.token_ids != wanted.token_ids for stream, wanted in pairs)
 
 
-def undisturbed(server: ServerProcess, prompts: Sequence[Prompt], max_tokens: int) -> Work:
+def undisturbed(server: ServerProcess, prompts: Sequence[Prompt], max_tokens: int) -> StreamLoad:
     """Stream everything once.
 
     Raises:
@@ -48,7 +48,7 @@ def undisturbed(server: ServerProcess, prompts: Sequence[Prompt], max_tokens: in
     wanted = run_together(server.port, model, prompts, max_tokens)
     if errors := errors_of(wanted):
         raise RuntimeError(f"the undisturbed run failed: {errors[0]}")
-    return Work(model, prompts, max_tokens, wanted)
+    return StreamLoad(model, prompts, max_tokens, wanted)
 
 
 class Fault:
@@ -57,7 +57,7 @@ class Fault:
     From it count the seconds until /health failed (`unhealthy_s`) and was 200 again (`healthy_s`); None: not seen.
     """
 
-    def __init__(self, server: ServerProcess, what: str, due: Callable[[list[Stream]], bool]) -> None:
+    def __init__(self, server: ServerProcess, what: str, due: Callable[[list[ClientStream]], bool]) -> None:
         """It is caused as soon as the streams are `due`."""
         self.verb, _, self.whom = what.partition(" ")
         self.before = server_info(server.port)
@@ -74,7 +74,7 @@ class Fault:
         """Seconds since the fault; None before it."""
         return None if self._began is None else time.monotonic() - self._began
 
-    def look(self, streams: list[Stream]) -> None:
+    def look(self, streams: list[ClientStream]) -> None:
         """Called repeatedly while the streams run."""
         if self._began is not None or not self._due(streams):
             return

@@ -5,7 +5,7 @@ import sys
 import time
 from typing import TextIO
 
-from cluster.bench.streams import Stream, accept_length, pace
+from cluster.bench.streams import ClientStream, accept_length, pace
 
 BAR = 12
 NAME = 28
@@ -25,7 +25,7 @@ class LiveView:
         self._rows = size.lines
         self._said_end = False
 
-    def __call__(self, streams: list[Stream]) -> None:
+    def __call__(self, streams: list[ClientStream]) -> None:
         """Show the streams as they are now."""
         if self._out.isatty() and len(streams) + 3 <= self._rows:
             lines = [self._title, *(self._line(stream) for stream in streams), self._total(streams)]
@@ -41,7 +41,7 @@ class LiveView:
             self._out.write(f"{self._title}: {self._total(streams)}\n")
             self._out.flush()
 
-    def _line(self, stream: Stream) -> str:
+    def _line(self, stream: ClientStream) -> str:
         done = len(stream.token_ids)
         filled = BAR * done // self._max_tokens
         bar = "#" * filled + "." * (BAR - filled)
@@ -50,7 +50,7 @@ class LiveView:
         room = max(1, self._width - len(head))
         return head + (stream.error or tail)[-room:]
 
-    def _total(self, streams: list[Stream]) -> str:
+    def _total(self, streams: list[ClientStream]) -> str:
         tokens = sum(len(stream.token_ids) for stream in streams)
         ended = [stream for stream in streams if stream.ended is not None]
         seconds = max(stream.seconds for stream in streams)

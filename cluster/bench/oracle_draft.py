@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cluster.batch import Batch
 from cluster.config.tree_shape import TreeShape
-from cluster.sampling.sampling_inputs import Draw, Drawing
+from cluster.sampling.sampling_inputs import PhaseSampling, SamplingInputs
 from cluster.spec.draft import Draft
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.tree import DraftTree, ancestors_of
@@ -44,7 +44,7 @@ class Counting:
         return (bonus[:, None] + torch.arange(count + 1, device=bonus.device)) % self._vocab
 
 
-class Written:
+class WrittenTruth:
     """The truth as `texts` `[n, L]`, prompts included; the request with seed i writes text i."""
 
     def __init__(self, texts: Tensor) -> None:
@@ -59,7 +59,7 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
-class Template:
+class TreeTemplate:
     """A tree of N nodes: `parents` and `depths` `[N]`, `ancestors` `[N, N]`, and which nodes are on its path, `[N]`."""
 
     parents: Tensor
@@ -69,7 +69,7 @@ class Template:
 
 
 @cache
-def template(num_steps: int, nodes: int, device: torch.device) -> Template:
+def template(num_steps: int, nodes: int, device: torch.device) -> TreeTemplate:
     """One path of `num_steps` nodes; what is left of N are more children of the path's nodes, in turn."""
     deepest = min(num_steps, nodes - 1)
     parents = [0, *range(deepest), *((node % max(1, deepest)) for node in range(nodes - 1 - deepest))]
@@ -78,10 +78,10 @@ def template(num_steps: int, nodes: int, device: torch.device) -> Template:
         depths.append(depths[parent] + 1)
     above = torch.tensor(parents, device=device)
     path = torch.arange(nodes, device=device) <= deepest
-    return Template(above, torch.tensor(depths, device=device), ancestors_of(above[None], deepest)[0], path)
+    return TreeTemplate(above, torch.tensor(depths, device=device), ancestors_of(above[None], deepest)[0], path)
 
 
-class ToldDraft:
+class OracleDraft:
     """A `Draft` whose trees are accepted with `accept_length` tokens a step on average, the bonus included.
 
     Without rounding: a target that chooses otherwise than the truth says, as one in half precision may, accepts less.
@@ -91,7 +91,7 @@ class ToldDraft:
         self._inner, self._truth, self._wanted, self._vocab = inner, truth, accept_length - 1, vocab
         self._luck = torch.rand(LUCK, generator=torch.Generator().manual_seed(0)).to(device)
 
-    def draft(self, batch: Batch, carried: EagleDraftInput, drawing: Drawing, shape: TreeShape) -> DraftTree:
+    def draft(self, batch: Batch, carried: EagleDraftInput, drawing: PhaseSampling, shape: TreeShape) -> DraftTree:
         """See `Draft.draft`."""
         tree = self._inner.draft(batch, carried, drawing, shape)
         (r, n), steps = tree.tokens.shape, shape.num_steps
@@ -107,7 +107,7 @@ class ToldDraft:
         return DraftTree(tokens, *shapes)
 
     def extend(
-        self, batch: Batch, accepted: Accepted, features: list[Tensor], draw: Draw, shape: TreeShape
+        self, batch: Batch, accepted: Accepted, features: list[Tensor], draw: SamplingInputs, shape: TreeShape
     ) -> EagleDraftInput:
         """See `Draft.extend`."""
         return self._inner.extend(batch, accepted, features, draw, shape)

@@ -19,7 +19,7 @@ ANY_ROWS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class TreeChoice:
     """A tree to try: depth, children per node, nodes with the root (0: a chain's). Depth 0 is plain decoding."""
 
     num_steps: int
@@ -39,11 +39,11 @@ class Shape:
         return f"topk {self.topk}, {self.num_steps} levels, {self.nodes} nodes"
 
 
-def shipped() -> Shape:
+def shipped() -> TreeChoice:
     """The default tree: that of a config which names a draft and sets nothing about the tree."""
     config = EngineConfig(model_path="-", speculative_algorithm="EAGLE3", speculative_draft_model_path="-")
     tree = tree_shape(config)
-    return Shape(tree.num_steps, tree.topk, tree.num_draft_tokens if tree.topk > 1 else 0)
+    return TreeChoice(tree.num_steps, tree.topk, tree.num_draft_tokens if tree.topk > 1 else 0)
 
 
 def named(target: str | None, draft: str | None, alone: bool = False) -> tuple[str, str]:
@@ -66,7 +66,7 @@ def short_path(folder: str) -> str:
     return "/".join(folder.split("/")[-2:])
 
 
-PLAIN = Shape(0)
+PLAIN = TreeChoice(0)
 DEFAULT = shipped()
 
 
@@ -108,7 +108,7 @@ class Pair:
         """
         return [str(_tokenizer(self.target).decode(ids)) for ids in self.prompts(count, length)]
 
-    def config(self, shape: Shape, requests: int) -> EngineConfig:
+    def config(self, shape: TreeChoice, requests: int) -> EngineConfig:
         """The config of an engine for `requests` at once: without prefix reuse, so that a repeat does all the work
         again, and without chunked prefill, so that the batches do not depend on step costs measured at start.
         """

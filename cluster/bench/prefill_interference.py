@@ -7,19 +7,19 @@ from typing import Any, NamedTuple
 
 from cluster.bench.goals import Goal
 from cluster.bench.pair import Pair
-from cluster.bench.ranks import Case, Job, Life, RankProcesses, Size, StepRecord, settings_of
+from cluster.bench.ranks import Case, RankProcesses, RankRequest, RankRun, Size, StepRecord, settings_of
 from cluster.bench.report import median, medians, p99, ratio, table
 
 LONG = "long"
 DEFAULT_SHARE = 0.5
-GOAL_STEP, GOAL_FIRST = 2.2, 2.5  # at DEFAULT_SHARE, for `Stall.median_ratio` and `Stall.first_ratio`
+GOAL_STEP, GOAL_FIRST = 2.2, 2.5  # at DEFAULT_SHARE, for `Interference.median_ratio` and `Interference.first_ratio`
 OPENING_TOKENS = 8  # prompt of a decoding request: short, since decoding is what is measured
 SHORTER = 4  # on one rank the prompt is so many times shorter, so that the contexts beside it hardly grow meanwhile
 LASTING = 5  # on one rank, requests beside the prompt have so many times `steady_tokens`, to outlast it
 
 
 @dataclass(frozen=True, slots=True)
-class Stall:
+class Interference:
     """Inter-token latency of the decoding requests: the time between two outputs of a request, as its user sees it.
 
     An output is what a step committed for it, one token or several. *Busy* is the time without the long prompt, before
@@ -51,10 +51,10 @@ class First(NamedTuple):
     cpu: float
 
 
-Stalls = dict[str, Stall]  # the stalls of one repeat, by the name of the case
+Stalls = dict[str, Interference]  # the stalls of one repeat, by the name of the case
 
 
-def stall_of(lives: Sequence[Life], alone: First) -> Stall:
+def interference_of(lives: Sequence[RankRun], alone: First) -> Interference:
     """The stall in one run of a gang: its first rank decodes, its last one, which may be the same, takes the prompt.
     `alone` is the same prompt without other requests.
     """
@@ -69,7 +69,7 @@ def stall_of(lives: Sequence[Life], alone: First) -> Stall:
     busy = [gap for window in windows for gap in gaps(a, *window)]
     prefill, middle = gaps(a, submitted, first), median(busy)
     steps = list(zip(a.steps, b.steps, strict=True))
-    return Stall(
+    return Interference(
         ratio=ratio(p99(prefill), middle),
         median_ratio=ratio(median(prefill), middle),
         tail_ratio=ratio(p99(prefill), p99(busy)),
@@ -88,7 +88,7 @@ def stall_of(lives: Sequence[Life], alone: First) -> Stall:
     )
 
 
-def gaps(life: Life, start: float, stop: float) -> list[float]:
+def gaps(life: RankRun, start: float, stop: float) -> list[float]:
     """Seconds between successive outputs of each of a rank's requests, where both lie between `start` and `stop`."""
     return [
         after - before
@@ -104,11 +104,11 @@ def measured(ranks: RankProcesses, pair: Pair, size: Size, backwards: bool = Fal
     for world in (2, 1):
         alone = first_of(ranks.run(alone_case(pair, size, world)))
         for share in size.shares[:: -1 if backwards else 1]:
-            stalls[_name(world, share)] = stall_of(ranks.run(stall_case(pair, size, world, share)), alone)
+            stalls[_name(world, share)] = interference_of(ranks.run(interference_case(pair, size, world, share)), alone)
     return stalls
 
 
-def first_of(lives: Sequence[Life]) -> First:
+def first_of(lives: Sequence[RankRun]) -> First:
     """What passed from the long prompt's submission to its first token."""
     submitted, first = lives[-1].submitted[LONG], lives[-1].times[LONG][0]
     steps = zip(*(life.steps for life in lives), strict=True)
@@ -118,10 +118,10 @@ def first_of(lives: Sequence[Life]) -> First:
 def alone_case(pair: Pair, size: Size, world: int) -> Case:
     """The long prompt on the last rank, in whole chunks, without other requests."""
     long = _long(pair, size, world)
-    return Case(_settings(pair, size, world), [Job(LONG, world - 1, long, 2)])
+    return Case(_settings(pair, size, world), [RankRequest(LONG, world - 1, long, 2)])
 
 
-def stall_case(pair: Pair, size: Size, world: int, share: float) -> Case:
+def interference_case(pair: Pair, size: Size, world: int, share: float) -> Case:
     """The long prompt beside decoding requests. Of two ranks, rank 0 decodes all the time, its requests submitted anew
     when they end; rank 1 decodes, then takes the prompt, then decodes again. One rank takes the prompt beside requests
     long enough to outlast it, since new ones would queue behind it. Their steps grow with their contexts, so one more
@@ -130,21 +130,21 @@ def stall_case(pair: Pair, size: Size, world: int, share: float) -> Case:
     prompts = pair.prompts(2 * size.requests, OPENING_TOKENS)
     long = _long(pair, size, world)
 
-    def steady(name: str, dp_rank: int, again: bool = False, after: bool = False) -> list[Job]:
+    def steady(name: str, dp_rank: int, again: bool = False, after: bool = False) -> list[RankRequest]:
         mine = prompts[size.requests * dp_rank :]
         return [
-            Job(f"{name}{i}", dp_rank, mine[i], size.steady_tokens, again, alone=after and not i)
+            RankRequest(f"{name}{i}", dp_rank, mine[i], size.steady_tokens, again, alone=after and not i)
             for i in range(size.requests)
         ]
 
     settings = _settings(pair, size, world, prefill_share=share)
     if world == 1:
-        lasting = [Job(f"a{i + 1}", 0, prompts[i], LASTING * size.steady_tokens) for i in range(size.requests)]
-        first = Job("a0", 0, prompts[-1], size.steady_tokens)
-        last = Job("z", 0, prompts[-2], size.steady_tokens, after=LONG)
-        return Case(settings, [first, *lasting, Job(LONG, 0, long, 2, after="a0"), last], until="z")
+        lasting = [RankRequest(f"a{i + 1}", 0, prompts[i], LASTING * size.steady_tokens) for i in range(size.requests)]
+        first = RankRequest("a0", 0, prompts[-1], size.steady_tokens)
+        last = RankRequest("z", 0, prompts[-2], size.steady_tokens, after=LONG)
+        return Case(settings, [first, *lasting, RankRequest(LONG, 0, long, 2, after="a0"), last], until="z")
     jobs = steady("a", 0, again=True)
-    jobs += [*steady("b", 1), Job(LONG, 1, long, 2, alone=True), *steady("c", 1, after=True)]
+    jobs += [*steady("b", 1), RankRequest(LONG, 1, long, 2, alone=True), *steady("c", 1, after=True)]
     return Case(settings, jobs, until=f"c{size.requests - 1}")
 
 
@@ -153,7 +153,7 @@ def stalled(repeats: Sequence[Stalls]) -> dict[str, dict[str, float]]:
     return {name: medians([stalls[name] for stalls in repeats]) for name in repeats[0]}
 
 
-def stall_goals(stalls: Mapping[str, Mapping[str, Any]]) -> list[Goal]:
+def interference_goals(stalls: Mapping[str, Mapping[str, Any]]) -> list[Goal]:
     """The goals of the default share: a step beside the prompt over a usual one, and the prompt's first token over that
     of the prompt alone.
     """

@@ -13,7 +13,7 @@ KIB, MIB = 1024, 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class ProcessEntry:
     """One process; `started` (clock ticks since boot) tells it from a later one with the same pid."""
 
     pid: int
@@ -30,9 +30,9 @@ class Memory:
     proportional_mib: float
 
 
-def tree_of(pid: int) -> list[Process]:
+def tree_of(pid: int) -> list[ProcessEntry]:
     """The process and all its descendants, as far as they are alive (zombies are not)."""
-    children: dict[int, list[Process]] = {}
+    children: dict[int, list[ProcessEntry]] = {}
     found = []
     for folder in PROC.iterdir():
         if not folder.name.isdigit() or (stat := _stat(int(folder.name))) is None:
@@ -46,7 +46,7 @@ def tree_of(pid: int) -> list[Process]:
     return found
 
 
-def memory_of(processes: Iterable[Process]) -> Memory:
+def memory_of(processes: Iterable[ProcessEntry]) -> Memory:
     """What the processes hold now; one that has ended is not counted."""
     count, resident, proportional = 0, 0, 0
     for process in processes:
@@ -61,12 +61,12 @@ def memory_of(processes: Iterable[Process]) -> Memory:
     return Memory(count, resident * KIB / MIB, proportional * KIB / MIB)
 
 
-def alive(processes: Iterable[Process]) -> list[Process]:
+def alive(processes: Iterable[ProcessEntry]) -> list[ProcessEntry]:
     """Those of the processes that are still alive."""
     return [process for process in processes if (now := _stat(process.pid)) is not None and now[0] == process]
 
 
-def end(processes: Iterable[Process], within_s: float) -> list[Process]:
+def end(processes: Iterable[ProcessEntry], within_s: float) -> list[ProcessEntry]:
     """Wait for the processes to end, kill those that do not; returns the ones that had to be killed."""
     left = alive(processes)
     until = time.monotonic() + within_s
@@ -79,7 +79,7 @@ def end(processes: Iterable[Process], within_s: float) -> list[Process]:
     return left
 
 
-def _stat(pid: int) -> tuple[Process, int] | None:
+def _stat(pid: int) -> tuple[ProcessEntry, int] | None:
     """A live process and its parent's pid; None when it has ended."""
     try:
         text = (PROC / str(pid) / "stat").read_text()
@@ -90,7 +90,7 @@ def _stat(pid: int) -> tuple[Process, int] | None:
         name = _command(pid) or name
     if fields[0] in "ZX":
         return None
-    return Process(pid, int(fields[19]), name), int(fields[1])
+    return ProcessEntry(pid, int(fields[19]), name), int(fields[1])
 
 
 def _command(pid: int) -> str:

@@ -159,7 +159,7 @@ def _fitting(arch: TargetArch, folder: Path, device: torch.device, sow: bool) ->
     return arch.num_layers - max(0, ceil((parameters(arch) - room) / layer))
 
 
-class Piece(NamedTuple):
+class RandomPiece(NamedTuple):
     """`length` random numbers from number `start` on, times `scale`."""
 
     start: int
@@ -167,14 +167,14 @@ class Piece(NamedTuple):
     scale: float
 
 
-def pieces_of(name: str, shape: tuple[int, ...], number: int, embeds: bool) -> list[Piece]:
+def pieces_of(name: str, shape: tuple[int, ...], number: int, embeds: bool) -> list[RandomPiece]:
     """What matrix `name` is made of, before which `number` numbers come; `embeds`: there is an embedding, which comes
     first, from number 0 on.
     """
     if name == "lm_head.weight" and embeds:
         last, scale = prod(shape) - shape[-1], shape[-1] ** -0.5
-        return [Piece(last, shape[-1], scale), Piece(0, last, scale)]
-    return [Piece(number, prod(shape), scale_of(name, shape))]
+        return [RandomPiece(last, shape[-1], scale), RandomPiece(0, last, scale)]
+    return [RandomPiece(number, prod(shape), scale_of(name, shape))]
 
 
 class Dice:
@@ -185,7 +185,7 @@ class Dice:
         self._block = torch.randn(BLOCK, generator=torch.Generator().manual_seed(0)).to(device or "cpu")
         self._scaled: dict[float, Tensor] = {}
 
-    def parts(self, piece: Piece) -> Iterator[Tensor]:
+    def parts(self, piece: RandomPiece) -> Iterator[Tensor]:
         """The numbers of a piece, as views of one block."""
         start, count, scale = piece
         if scale not in self._scaled:
@@ -196,7 +196,7 @@ class Dice:
             yield part
             count, at = count - part.shape[0], 0
 
-    def write(self, file: BinaryIO, piece: Piece) -> None:
+    def write(self, file: BinaryIO, piece: RandomPiece) -> None:
         """Write the numbers of a piece."""
         for part in self.parts(piece):
             file.write(part.view(torch.uint8).numpy().data)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from cluster.bench.ranks import Job, Life, StepRecord
+from cluster.bench.ranks import RankRequest, RankRun, StepRecord
 from cluster.bench.runs import params_of
 from cluster.bench.simulated_device import simulate
 from cluster.bench.streams import HOST
@@ -28,7 +28,7 @@ def main(rank: int) -> None:
         print(json.dumps(answer), flush=True)
 
 
-def _live(rank: int, rendezvous: Rendezvous, case: Mapping[str, Any]) -> Life:
+def _live(rank: int, rendezvous: Rendezvous, case: Mapping[str, Any]) -> RankRun:
     config = EngineConfig.from_kwargs(case["settings"])
     engine = build_rank(config, rank, rendezvous if config.tp_size > 1 else None)
     assert isinstance(engine, Engine), "only ranks that take requests are measured"
@@ -47,11 +47,13 @@ def _live(rank: int, rendezvous: Rendezvous, case: Mapping[str, Any]) -> Life:
         engine.close()
 
 
-def _steps(engine: Engine, case: Mapping[str, Any]) -> Life:
+def _steps(engine: Engine, case: Mapping[str, Any]) -> RankRun:
     """Step until the gang leaves: the rank of request `until` asks for it, or, without one, every rank out of work."""
-    waiting = [job for job in (Job(**fields) for fields in case["jobs"]) if job.dp_rank == engine.info().dp_rank]
-    running: dict[str, Job] = {}
-    life, lives, over = Life(), 0, set[str]()
+    waiting = [
+        job for job in (RankRequest(**fields) for fields in case["jobs"]) if job.dp_rank == engine.info().dp_rank
+    ]
+    running: dict[str, RankRequest] = {}
+    life, lives, over = RankRun(), 0, set[str]()
     while not engine.left:
         for job in list(waiting):
             if job.alone and running:

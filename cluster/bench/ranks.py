@@ -55,7 +55,7 @@ def settings_of(pair: Pair, requests: int, world: int, **more: object) -> dict[s
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class RankRequest:
     """A greedy request to one data-parallel rank; EOS is ignored.
 
     `again`: it is submitted anew whenever it has ended, as `name#N` with a new number. `alone`: it waits until its rank
@@ -78,7 +78,7 @@ class Case:
     """
 
     settings: Mapping[str, Any]
-    jobs: Sequence[Job]
+    jobs: Sequence[RankRequest]
     until: str = ""
     device_ms: float = 0.0
 
@@ -102,7 +102,7 @@ class StepRecord:
 
 
 @dataclass(slots=True)
-class Life:
+class RankRun:
     """What one rank recorded: its steps; by request, the times of its submission and of its outputs, and its tokens.
 
     `device_gaps`, `device_waits` and `device_sends` are those of a simulated device.
@@ -155,7 +155,7 @@ class RankProcesses:
             process.kill()
             process.wait()
 
-    def run(self, case: Case) -> list[Life]:
+    def run(self, case: Case) -> list[RankRun]:
         """Run a case; the records of its ranks, in rank order.
 
         Raises:
@@ -169,7 +169,7 @@ class RankProcesses:
             assert process.stdin is not None
             process.stdin.write(line + "\n")
             process.stdin.flush()
-        return [Life.of(answer) for answer in self._answers(world)]
+        return [RankRun.of(answer) for answer in self._answers(world)]
 
     def _answers(self, world: int) -> list[dict[str, Any]]:
         answers: dict[int, dict[str, Any]] = {}

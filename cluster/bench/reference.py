@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from cluster.bench.runs import Run, Texts
+from cluster.bench.runs import EngineRun, Texts
 
 
 class Transformers:
@@ -23,14 +23,14 @@ class Transformers:
         self.model.generation_config.eos_token_id = None
 
     @torch.inference_mode()
-    def run(self, prompts: Texts, new_tokens: int) -> Run:
+    def run(self, prompts: Texts, new_tokens: int) -> EngineRun:
         """Continue the prompts, which all have the same length, at the same time."""
         how = {"max_new_tokens": new_tokens, "do_sample": False, "use_cache": True, "pad_token_id": 0}
         ids = torch.tensor([list(prompt) for prompt in prompts], device=self._device)
         started = time.perf_counter()
         made = self.model.generate(ids, attention_mask=torch.ones_like(ids), **how)
         tokens = made[:, ids.shape[1] :].tolist()
-        return Run(tokens=tokens, seconds=time.perf_counter() - started)
+        return EngineRun(tokens=tokens, seconds=time.perf_counter() - started)
 
     @torch.inference_mode()
     def log_probabilities(self, texts: Texts) -> list[torch.Tensor]:

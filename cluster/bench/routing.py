@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from cluster.actors.balance import POLICIES, Balancer
 from cluster.bench.report import mean, p99, ratio, records
 from cluster.kv.radix import RadixTree
-from cluster.request import Request, SamplingParams
+from cluster.request import Request, RequestParams
 
 STEP_S = 6e-3  # fixed cost of a step
 ROW_S = 25e-6  # cost of one row (a token in a forward)
@@ -53,7 +53,7 @@ class Skew:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class SimulatedRequest:
     """One request of the load: its prompt, arrival, output length, and the probability that a level is accepted."""
 
     request: Request
@@ -107,7 +107,7 @@ def table_of(rows: Sequence[Row]) -> str:
     )
 
 
-def load_of(seed: int, skew: Skew) -> list[Job]:
+def load_of(seed: int, skew: Skew) -> list[SimulatedRequest]:
     """The requests in order of arrival: shared prefixes of uneven popularity, a few long prompts; outputs are short or
     long, accept lengths low or high.
     """
@@ -124,8 +124,8 @@ def load_of(seed: int, skew: Skew) -> list[Job]:
             prompt = prefix + _text(draw, draw.randint(*skew.own_tokens))
         output = draw.randint(*(skew.chatty_output if draw.random() < skew.chatty_share else skew.short_output))
         odds = skew.hard_odds if draw.random() < skew.hard_share else skew.easy_odds
-        request = Request(f"r{at}", prompt, SamplingParams(max_tokens=skew.chatty_output[1]))
-        jobs.append(Job(request, clock, output, odds, draw.getrandbits(32)))
+        request = Request(f"r{at}", prompt, RequestParams(max_tokens=skew.chatty_output[1]))
+        jobs.append(SimulatedRequest(request, clock, output, odds, draw.getrandbits(32)))
     return jobs
 
 
@@ -135,7 +135,7 @@ def _text(draw: random.Random, length: int) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class _Running:
-    job: Job
+    job: SimulatedRequest
     left: int  # prompt rows still to compute
     cached: int
     levels: random.Random
@@ -152,7 +152,7 @@ class _Running:
 @dataclass(slots=True)
 class _SimulatedRank:
     cache: RadixTree
-    waiting: deque[Job] = field(default_factory=deque)
+    waiting: deque[SimulatedRequest] = field(default_factory=deque)
     running: list[_Running] = field(default_factory=list)
 
 
@@ -177,7 +177,7 @@ class _Gang:
         self._prompt_tokens = self._cached_tokens = 0
         self._pages = 0
 
-    def serve(self, jobs: Sequence[Job]) -> Row:
+    def serve(self, jobs: Sequence[SimulatedRequest]) -> Row:
         """Serve all jobs to their end."""
         clock, coming = 0.0, deque(jobs)
         while coming or any(rank.waiting or rank.running for rank in self._ranks):

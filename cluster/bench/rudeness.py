@@ -21,7 +21,7 @@ ABORT_S = (0.004, 0.029)  # a scrape is closed after a time in this range
 
 
 @dataclass(slots=True)
-class Tally:
+class AnswerTally:
     """Answers by status, answers that should be JSON and are not, requests without one, connections that we closed."""
 
     statuses: dict[int, int] = field(default_factory=dict)
@@ -42,9 +42,9 @@ class Tally:
             self.examples.append(f"{reply.status}: {reply.body[:80]!r}")
 
 
-async def act(name: str, port: int, model: str, count: int) -> Tally:
+async def act(name: str, port: int, model: str, count: int) -> AnswerTally:
     """Do the act `name` `count` times."""
-    tally = Tally()
+    tally = AnswerTally()
     once, at_once = ACTS[name]
     turn = asyncio.Semaphore(at_once or count)
     rng = random.Random(count)
@@ -58,7 +58,7 @@ async def act(name: str, port: int, model: str, count: int) -> Tally:
     return tally
 
 
-async def _leave(tally: Tally, port: int, request: bytes, after_s: float) -> None:
+async def _leave(tally: AnswerTally, port: int, request: bytes, after_s: float) -> None:
     """Send a request and abort the connection after `after_s`, whatever has come back."""
     try:
         _, writer = await asyncio.open_connection(HOST, port)
@@ -71,17 +71,17 @@ async def _leave(tally: Tally, port: int, request: bytes, after_s: float) -> Non
         tally.examples.append(f"{type(error).__name__}: {error}")
 
 
-async def _scrape(tally: Tally, port: int, model: str, number: int, rng: random.Random) -> None:
+async def _scrape(tally: AnswerTally, port: int, model: str, number: int, rng: random.Random) -> None:
     await _leave(tally, port, head_of("GET", "/metrics"), rng.uniform(*ABORT_S))
 
 
-async def _disconnect(tally: Tally, port: int, model: str, number: int, rng: random.Random) -> None:
+async def _disconnect(tally: AnswerTally, port: int, model: str, number: int, rng: random.Random) -> None:
     body = {"model": model, "prompt": f"Once upon a time, {number}", "max_tokens": 64, "stream": number % 2 == 0}
     raw = json.dumps(body).encode()
     await _leave(tally, port, head_of("POST", "/v1/completions", len(raw)) + raw, rng.uniform(0.0, 0.2))
 
 
-async def _chat(tally: Tally, port: int, model: str, number: int, rng: random.Random) -> None:
+async def _chat(tally: AnswerTally, port: int, model: str, number: int, rng: random.Random) -> None:
     text = f"{number} " + "the quick brown fox " * (CHAT_BYTES // 20)
     body = {"model": model, "messages": [{"role": "user", "content": text[:CHAT_BYTES]}]}
     tally.note(await post(port, "/v1/chat/completions", body))
@@ -92,21 +92,21 @@ def _body_of_keys(model: str) -> bytes:
     return json.dumps({"model": model, "prompt": "x", **{f"k{i}": i for i in range(KEYS)}}).encode()
 
 
-async def _keys(tally: Tally, port: int, model: str, number: int, rng: random.Random) -> None:
+async def _keys(tally: AnswerTally, port: int, model: str, number: int, rng: random.Random) -> None:
     tally.note(await post(port, "/v1/completions", _body_of_keys(model)))
 
 
-async def _grammar(tally: Tally, port: int, model: str, number: int, rng: random.Random) -> None:
+async def _grammar(tally: AnswerTally, port: int, model: str, number: int, rng: random.Random) -> None:
     body = {"model": model, "prompt": "def", "max_tokens": 24, "temperature": 1, "seed": number, **asking(number)}
     tally.note(await post(port, "/v1/completions", body))
 
 
-async def _ordinary(tally: Tally, port: int, model: str, number: int, rng: random.Random) -> None:
+async def _ordinary(tally: AnswerTally, port: int, model: str, number: int, rng: random.Random) -> None:
     body = {"model": model, "prompt": "def", "max_tokens": 24, "temperature": 1, "seed": number}
     tally.note(await post(port, "/v1/completions", body))
 
 
-async def _slow(tally: Tally, port: int, model: str, number: int, rng: random.Random) -> None:
+async def _slow(tally: AnswerTally, port: int, model: str, number: int, rng: random.Random) -> None:
     async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, reply: Reply) -> None:
         answer = asyncio.ensure_future(read_reply(reader, reply))
         try:
@@ -121,7 +121,7 @@ async def _slow(tally: Tally, port: int, model: str, number: int, rng: random.Ra
     tally.note(await connect(port, drip, SLOW_LIMIT_S))
 
 
-Once = Callable[[Tally, int, str, int, random.Random], Awaitable[None]]
+Once = Callable[[AnswerTally, int, str, int, random.Random], Awaitable[None]]
 ACTS: dict[str, tuple[Once, int]] = {  # the coroutine that does one, and how many at once (0: all)
     "aborted scrapes": (_scrape, 4),
     "chats of 900 kB": (_chat, 16),

@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 from cluster.bench.report import ratio
 from cluster.engine import Engine
-from cluster.request import Request, SamplingParams
+from cluster.request import Request, RequestParams
 
 Texts = Sequence[Sequence[int]]  # prompts, or what followed them, as token ids
 
 
 @dataclass(slots=True)
-class Run:
+class EngineRun:
     """Tokens by prompt, and what they cost. `steps` counts verified trees, `accepted` their accepted draft tokens.
 
     `paths[j]` counts the trees with exactly j accepted draft tokens.
@@ -48,7 +48,7 @@ class Run:
         """Share of the time spent outside model forwards and replayed steps."""
         return 1.0 - self.forward_seconds / self.seconds if self.seconds else 0.0
 
-    def add(self, other: "Run") -> None:
+    def add(self, other: "EngineRun") -> None:
         """Append a run that came after this one."""
         self.tokens += other.tokens
         self.seconds += other.seconds
@@ -58,14 +58,14 @@ class Run:
         self.paths += other.paths
 
 
-def params_of(new_tokens: int, temperature: float = 0.0, seed: int = 0) -> SamplingParams:
+def params_of(new_tokens: int, temperature: float = 0.0, seed: int = 0) -> RequestParams:
     """Sampling parameters for exactly `new_tokens` tokens: EOS is ignored."""
-    return SamplingParams(temperature=temperature, seed=seed, max_tokens=new_tokens, ignore_eos=True)
+    return RequestParams(temperature=temperature, seed=seed, max_tokens=new_tokens, ignore_eos=True)
 
 
-def run_together(engine: Engine, prompts: Texts, params: Sequence[SamplingParams]) -> Run:
+def run_together(engine: Engine, prompts: Texts, params: Sequence[RequestParams]) -> EngineRun:
     """Run all prompts at the same time, to their end."""
-    result = Run(tokens=[[] for _ in prompts])
+    result = EngineRun(tokens=[[] for _ in prompts])
     requests = [Request(str(i), tuple(p), own) for i, (p, own) in enumerate(zip(prompts, params, strict=True))]
     started = time.perf_counter()
     for request in requests:
@@ -84,7 +84,7 @@ def run_together(engine: Engine, prompts: Texts, params: Sequence[SamplingParams
     return result
 
 
-def run_greedily(engine: Engine, prompts: Texts, new_tokens: int) -> Run:
+def run_greedily(engine: Engine, prompts: Texts, new_tokens: int) -> EngineRun:
     """Run all prompts at the same time, at temperature 0."""
     return run_together(engine, prompts, [params_of(new_tokens)] * len(prompts))
 
@@ -92,13 +92,13 @@ def run_greedily(engine: Engine, prompts: Texts, new_tokens: int) -> Run:
 class Steady(NamedTuple):
     """A run, and how many trees a second it verified once the first tokens were there."""
 
-    run: Run
+    run: EngineRun
     steps_per_second: float
 
 
-def steady_steps(engine: Engine, prompts: Texts, params: Sequence[SamplingParams], batch: int) -> Steady:
+def steady_steps(engine: Engine, prompts: Texts, params: Sequence[RequestParams], batch: int) -> Steady:
     """Run prompts in batches, of one half of them where each is alone: once to their first tokens, then whole."""
-    first, whole = Run(), Run()
+    first, whole = EngineRun(), EngineRun()
     for start in range(0, len(prompts) if batch > 1 else len(prompts) // 2, batch):
         part = slice(start, start + batch)
         first.add(run_together(engine, prompts[part], [replace(one, max_tokens=1) for one in params[part]]))

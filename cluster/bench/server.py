@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Self
 
 from cluster.api.core.api_keys import ENVIRONMENT
-from cluster.bench.processes import Process, end, tree_of
+from cluster.bench.processes import ProcessEntry, end, tree_of
 from cluster.bench.streams import HOST
 from cluster.paths.checkout import DEMO_CONFIG, demo_path
 
@@ -43,7 +43,7 @@ class ServerProcess:
         """
         self.port = _unused_port()
         self.ready_s = 0.0
-        self.left: list[Process] = []
+        self.left: list[ProcessEntry] = []
         self._settings = [f"http_port={self.port}", *settings]
         self._config = config or Path(demo_path(DEMO_CONFIG, "give --config FILE"))
         self._said: deque[str] = deque(maxlen=KEPT_LINES)
@@ -78,7 +78,7 @@ class ServerProcess:
     def __exit__(self, *_: object) -> None:
         self._stop()
 
-    def processes(self) -> list[Process]:
+    def processes(self) -> list[ProcessEntry]:
         """Every live process of the server."""
         return tree_of(self._process.pid)
 

@@ -8,13 +8,13 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from cluster.batch import Order
+from cluster.batch import StepInput
 from cluster.config.tree_shape import TreeShape
-from cluster.dp_attention.plan import Call, StepPlan
+from cluster.dp_attention.plan import ScriptCall, StepPlan
 from cluster.engine.assembler import Assembler
 from cluster.engine.rank import Rank
 from cluster.observability.metrics import DEVICE_PHASES
-from cluster.spec.result import Decided
+from cluster.spec.result import StepDecisions
 
 TOKEN = 7
 
@@ -39,7 +39,7 @@ class SimulatedDevice:
     def drop(self) -> None:
         """There are no captured programs."""
 
-    def run(self, order: Order, plan: StepPlan, shape: TreeShape) -> "SimulatedOutput":
+    def run(self, order: StepInput, plan: StepPlan, shape: TreeShape) -> "SimulatedOutput":
         """Queue a step."""
         began = time.perf_counter()
         inputs, finals = self.assembler.send(order, shape.forced), sum(chunk.final for chunk in order.chunks)
@@ -61,7 +61,7 @@ class SimulatedOutput:
     ) -> None:
         self._device, self._over, self._counts, self._num_steps, self._steady = device, over, counts, num_steps, steady
 
-    def read(self) -> Decided:
+    def read(self) -> StepDecisions:
         """Wait until the step is over."""
         left = self._over - time.perf_counter()
         if left > 0:
@@ -70,7 +70,7 @@ class SimulatedOutput:
             self._device.waited.append(max(0.0, left))
         requests, finals, rows = self._counts
         width = self._num_steps + 1
-        return Decided(
+        return StepDecisions(
             tokens=[[TOKEN] * width] * requests,
             accept_len=[max(1, self._num_steps)] * requests,
             finite=[width] * requests,
@@ -84,7 +84,7 @@ class SimulatedOutput:
 class NoScript:
     """Stands for an `Exchange`: the simulated step makes none of its calls."""
 
-    def begin(self, step: int, calls: Iterable[Call], counted: bool) -> None:
+    def begin(self, step: int, calls: Iterable[ScriptCall], counted: bool) -> None:
         """Expect no call."""
 
     def end(self) -> None:

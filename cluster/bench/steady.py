@@ -16,7 +16,7 @@ class NotSteadyError(RuntimeError):
 
 
 @dataclass(slots=True)
-class Steps:
+class SteadySteps:
     """Steady steps of one engine. `phases` holds seconds of the device by phase (`StepStats.device_phases`), `walls`
     seconds by the host's clock, `contexts` the mean committed tokens of a request; one number per step each. `tokens`
     counts all generated tokens.
@@ -28,7 +28,7 @@ class Steps:
     tokens: int = 0
 
 
-def steady(engine: Engine, requests: Sequence[Request], count: int, replayed: bool) -> Steps:
+def steady(engine: Engine, requests: Sequence[Request], count: int, replayed: bool) -> SteadySteps:
     """Run the requests and return `count` steps in which all of them decode and no prompt is run.
 
     Only steps that were replayed as one captured program count, or, without `replayed`, only steps that were not. The
@@ -37,7 +37,7 @@ def steady(engine: Engine, requests: Sequence[Request], count: int, replayed: bo
     Raises:
         NotSteadyError: the requests ended before there were `count` such steps.
     """
-    found, warm = Steps(), 0
+    found, warm = SteadySteps(), 0
     committed = {request.request_id: len(request.prompt_token_ids) - 1 for request in requests}
     for request in requests:
         engine.submit(request)

@@ -43,7 +43,7 @@ class Prompt:
 
 
 @dataclass(slots=True)
-class Stream:
+class ClientStream:
     """One stream as it grows: its own thread writes it, others only read it. `heard` is called at every event."""
 
     prompt: Prompt
@@ -129,13 +129,13 @@ def run_together(
     model: str,
     prompts: Sequence[Prompt],
     max_tokens: int,
-    look: Callable[[list[Stream]], None] | None = None,
+    look: Callable[[list[ClientStream]], None] | None = None,
     timeout_s: float = TIMEOUT_S,
-) -> list[Stream]:
+) -> list[ClientStream]:
     """Stream all prompts at once and wait for all; `look` is called with them repeatedly, and once at the end.
     A stream that receives nothing for `timeout_s` has failed.
     """
-    streams = [Stream(prompt) for prompt in prompts]
+    streams = [ClientStream(prompt) for prompt in prompts]
     threads = [threading.Thread(target=s.run, args=(port, model, max_tokens, timeout_s), daemon=True) for s in streams]
     for thread in threads:
         thread.start()
@@ -148,24 +148,24 @@ def run_together(
     return streams
 
 
-def errors_of(streams: Sequence[Stream]) -> list[str]:
+def errors_of(streams: Sequence[ClientStream]) -> list[str]:
     """What went wrong with those streams that did not end with all their tokens."""
     return [stream.error for stream in streams if stream.error is not None]
 
 
-def first_token_ms(streams: Sequence[Stream]) -> float:
+def first_token_ms(streams: Sequence[ClientStream]) -> float:
     """Median milliseconds to the first token, of the streams that have one."""
     return median([1000 * stream.first_s for stream in streams if stream.first_s is not None])
 
 
-def pace(streams: Sequence[Stream]) -> float:
+def pace(streams: Sequence[ClientStream]) -> float:
     """Tokens per second of all streams together, from the first start to the last end."""
     ends = [s.ended for s in streams if s.ended is not None]
     seconds = max(ends) - min(s.started for s in streams) if ends else 0.0
     return sum(len(s.token_ids) for s in streams) / seconds if seconds else 0.0
 
 
-def accept_length(streams: Sequence[Stream]) -> float:
+def accept_length(streams: Sequence[ClientStream]) -> float:
     """Tokens committed per step over all streams; 0.0 when nothing was drafted."""
     steps = sum(s.steps for s in streams)
     return 1.0 + sum(s.accepted for s in streams) / steps if steps else 0.0

@@ -15,10 +15,10 @@ from cluster.config.tree_shape import TreeShape
 from cluster.engine import Engine
 from cluster.engine.build import engine_of, prepare_alone
 from cluster.models.runner import DraftRunner
-from cluster.models.vocab import Columns
+from cluster.models.vocab import ShardedLogits
 from cluster.sampling.noise import Noise, token_hashes
-from cluster.sampling.sampling_inputs import Draw, Drawing
-from cluster.sampling.torch_sampler import TORCH, Chooser, scored
+from cluster.sampling.sampling_inputs import PhaseSampling, SamplingInputs
+from cluster.sampling.torch_sampler import TORCH, Sampler, scored
 from cluster.spec.draft import EagleDraft
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.propose import CoupledRanking
@@ -52,12 +52,12 @@ class Reached:
 class WatchedRanking:
     """Ranks as `CoupledRanking` does, or, if `alone`, by the draft's probability alone; records both rankings."""
 
-    def __init__(self, ids: Tensor, alone: bool, chooser: Chooser) -> None:
+    def __init__(self, ids: Tensor, alone: bool, sampler: Sampler) -> None:
         """`ids` `[Vd]` are the target's ids of the draft vocabulary."""
         self.ids, self.levels = ids, list[list[Glance]]()
-        self._alone, self._ranking = alone, CoupledRanking(ids, 1, chooser=chooser)
+        self._alone, self._ranking = alone, CoupledRanking(ids, 1, sampler=sampler)
 
-    def propose(self, columns: Columns, draw: Draw) -> tuple[Tensor, Tensor]:
+    def propose(self, columns: ShardedLogits, draw: SamplingInputs) -> tuple[Tensor, Tensor]:
         """See `Ranking.propose`."""
         self.levels.append(self._glances(columns.values[:, None], draw.sampling, draw.noise))
         return self._ranking.propose(columns, replace(draw, noise=None) if self._alone else draw)
@@ -76,17 +76,17 @@ class WatchedRanking:
 class WatchedDraft:
     """An `EagleDraft` of chains that records every `Reached`."""
 
-    def __init__(self, runner: DraftRunner, alone: bool = False, chooser: Chooser = TORCH) -> None:
+    def __init__(self, runner: DraftRunner, alone: bool = False, sampler: Sampler = TORCH) -> None:
         """`alone` ranks by the draft's probability, without noise."""
         self.reached: list[Reached] = []
         self.ids = runner.model.target_ids
-        self._ranking = WatchedRanking(self.ids, alone, chooser)
+        self._ranking = WatchedRanking(self.ids, alone, sampler)
         self._draft = EagleDraft(runner, self._ranking)
         self._levels: list[list[Glance]] = []
         self._carried: dict[int, Glance] = {}
         self._tokens = torch.zeros(0)
 
-    def draft(self, batch: Batch, carried: EagleDraftInput, drawing: Drawing, shape: TreeShape) -> DraftTree:
+    def draft(self, batch: Batch, carried: EagleDraftInput, drawing: PhaseSampling, shape: TreeShape) -> DraftTree:
         """See `Draft.draft`."""
         self._ranking.levels = self._levels = []
         tree = self._draft.draft(batch, carried, drawing, shape)
@@ -94,7 +94,7 @@ class WatchedDraft:
         return tree
 
     def extend(
-        self, batch: Batch, accepted: Accepted, features: list[Tensor], draw: Draw, shape: TreeShape
+        self, batch: Batch, accepted: Accepted, features: list[Tensor], draw: SamplingInputs, shape: TreeShape
     ) -> EagleDraftInput:
         """See `Draft.extend`; first records the depths that this step reached."""
         self._note(batch, accepted)
@@ -119,5 +119,5 @@ def watched_engine(config: EngineConfig, alone: bool = False) -> tuple[Engine, W
     prepared = prepare_alone(config.model_copy(update={"capture": "off"}))  # what is recorded is no part of a program
     assert prepared.resolved.shape.topk == 1, "only a chain has one context per depth"
     (runner,) = prepared.memory.draft_runner_list
-    draft = WatchedDraft(runner, alone, prepared.chooser)
+    draft = WatchedDraft(runner, alone, prepared.sampler)
     return engine_of(prepared, draft), draft

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cluster.chat.json_text import ValueEnd, items, loaded, members
-from cluster.chat.reading import Call, Read
+from cluster.chat.reading import BlockResult, ToolCallText
 from cluster.chat.values import member
 
 MOST_HEADING = 512  # characters between a trigger and the JSON
-NO_CALL = Read(1)
+NO_CALL = BlockResult(1)
 """What begins with a trigger and is none: the text behind the trigger's first character is looked at anew."""
-Calls = Callable[[str, re.Match[str]], Sequence[Call]]
+Calls = Callable[[str, re.Match[str]], Sequence[ToolCallText]]
 """The calls in a JSON text and its heading; none if it is malformed."""
 
 
@@ -29,7 +29,7 @@ class JsonBlock:
         self._start = 0
         self._end: ValueEnd | None = None
 
-    def read(self, text: str) -> Read | None:
+    def read(self, text: str) -> BlockResult | None:
         """See `Block`."""
         if self._end is None:
             brace = text.find("{", 0, MOST_HEADING)
@@ -45,10 +45,10 @@ class JsonBlock:
         if end is None:
             return None
         assert self._match is not None
-        return Read(end, self._calls(text[self._start : end], self._match), self._closing)
+        return BlockResult(end, self._calls(text[self._start : end], self._match), self._closing)
 
 
-def named_call(text: str, fields: Sequence[str]) -> list[Call]:
+def named_call(text: str, fields: Sequence[str]) -> list[ToolCallText]:
     """The call in an object with a name, and the arguments in one of `fields`; none if it is something else."""
     found = members(text)
     name = loaded(found["name"]) if found is not None and "name" in found else None
@@ -58,18 +58,18 @@ def named_call(text: str, fields: Sequence[str]) -> list[Call]:
     inner = loaded(given)
     if isinstance(inner, str):  # some write the object as a string
         given = inner
-    return [Call(name, given)] if members(given) is not None else []
+    return [ToolCallText(name, given)] if members(given) is not None else []
 
 
-def named_calls(text: str, fields: Sequence[str]) -> list[Call]:
+def named_calls(text: str, fields: Sequence[str]) -> list[ToolCallText]:
     """The calls in a list of such objects; none if one of them is something else."""
     calls = [named_call(item, fields) for item in items(text) or ()]
     return [call for one in calls for call in one] if all(calls) else []
 
 
-def headed_call(text: str, heading: re.Match[str]) -> list[Call]:
+def headed_call(text: str, heading: re.Match[str]) -> list[ToolCallText]:
     """The call whose name is in its heading; none if the text is no object."""
-    return [Call(heading["name"], text)] if members(text) is not None else []
+    return [ToolCallText(heading["name"], text)] if members(text) is not None else []
 
 
 class TaggedBlock:
@@ -94,7 +94,7 @@ class TaggedBlock:
         self._tools = tools
         self._from = 0
 
-    def read(self, text: str) -> Read | None:
+    def read(self, text: str) -> BlockResult | None:
         """See `Block`."""
         first, *others = self._ends
         trigger = next((one for one in others if text.startswith(one)), first)
@@ -109,7 +109,7 @@ class TaggedBlock:
                 return NO_CALL
             if not calls and self._begins_again(body):
                 return NO_CALL
-            return Read(at + len(end), calls, () if trigger == first else (self._ends[first],))
+            return BlockResult(at + len(end), calls, () if trigger == first else (self._ends[first],))
         self._from = max(self._from, len(text) - len(end) + 1)
         return None
 
@@ -127,7 +127,7 @@ class TaggedBlock:
         values = body.find(self._inner[0])
         return any(body.find(trigger, 1, values if values >= 0 else None) >= 0 for trigger in self._ends)
 
-    def _calls(self, body: str) -> list[Call]:
+    def _calls(self, body: str) -> list[ToolCallText]:
         found = self._whole.fullmatch(body)
         if found is None:
             return []
@@ -136,4 +136,4 @@ class TaggedBlock:
         for argument in self._argument.finditer(found["arguments"]):
             given[argument["key"]] = member(argument["value"], argument["key"], schema)
         inside = ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in given.items())
-        return [Call(found["name"], "{" + inside + "}")]
+        return [ToolCallText(found["name"], "{" + inside + "}")]

@@ -9,9 +9,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-from cluster.chat.events import Arguments, CallBegun, Event
+from cluster.chat.events import CallArguments, CallBegun, Event
 from cluster.chat.json_text import loaded
-from cluster.chat.reading import Reader
+from cluster.chat.reading import AnswerReader
 
 FIELD = "input"
 
@@ -40,9 +40,9 @@ def text_of(arguments: str) -> str:
 
 
 class CustomReader:
-    """A reader that tells calls of custom tools with their text in place of their arguments; see `Reader`."""
+    """A reader that tells calls of custom tools with their text in place of their arguments; see `AnswerReader`."""
 
-    def __init__(self, reader: Reader, names: Collection[str]) -> None:
+    def __init__(self, reader: AnswerReader, names: Collection[str]) -> None:
         """`names` are the custom tools; `reader` tells all arguments of a call in one event."""
         self._reader = reader
         self._names = names
@@ -67,8 +67,8 @@ class CustomReader:
             if isinstance(event, CallBegun) and event.name in self._names:
                 self._called.add(event.call)
                 told.append(replace(event, custom=True))
-            elif isinstance(event, Arguments) and event.call in self._called:
-                told.append(Arguments(event.call, text_of(event.text)))
+            elif isinstance(event, CallArguments) and event.call in self._called:
+                told.append(CallArguments(event.call, text_of(event.text)))
             else:
                 told.append(event)
         return told

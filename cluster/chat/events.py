@@ -4,14 +4,14 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class TextPiece:
     """A piece of the answer's text."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Thought:
+class ReasoningPiece:
     """A piece of what a family that thinks writes before its answer."""
 
     text: str
@@ -30,11 +30,11 @@ class CallBegun:
 
 
 @dataclass(frozen=True, slots=True)
-class Arguments:
+class CallArguments:
     """A piece of the arguments of the call that was begun as `call`: of a JSON text, or of a custom tool's text."""
 
     call: int
     text: str
 
 
-Event = Said | Thought | CallBegun | Arguments
+Event = TextPiece | ReasoningPiece | CallBegun | CallArguments

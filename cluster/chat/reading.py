@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from cluster.chat.events import Arguments, CallBegun, Event, Said, Thought
+from cluster.chat.events import CallArguments, CallBegun, Event, ReasoningPiece, TextPiece
 
 Tools = Mapping[str, Mapping[str, Any]]
 """The JSON schemas of the arguments, by the name of the tool."""
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ToolCallText:
     """A call as it was written; `arguments` are the text of a JSON object."""
 
     name: str
@@ -24,24 +24,24 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class BlockResult:
     """What a block is: its calls, none if it is malformed. It ends at `end`; each of `closing` may follow."""
 
     end: int
-    calls: Sequence[Call] = ()
+    calls: Sequence[ToolCallText] = ()
     closing: Sequence[str] = ()
 
 
-class Block(Protocol):
+class BlockReader(Protocol):
     """Reads one block, which begins with a trigger and grows."""
 
-    def read(self, text: str) -> Read | None:
+    def read(self, text: str) -> BlockResult | None:
         """What the block is; None while that is open. `text` is the last one, or longer."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Thinking:
+class ThinkingMarks:
     """How a family marks what it thinks before it answers."""
 
     begin: str
@@ -49,18 +49,18 @@ class Thinking:
 
 
 @dataclass(frozen=True, slots=True)
-class Calling:
+class CallingMarks:
     """How a family calls tools: what begins a block of calls, and who reads it. `first`: only where nothing is said
     yet, perhaps after some of the characters `skipped`.
     """
 
     triggers: tuple[str, ...]
-    block: Callable[[Tools], Block]
+    block: Callable[[Tools], BlockReader]
     first: bool = False
     skipped: str = ""
 
 
-class Reader(Protocol):
+class AnswerReader(Protocol):
     """Turns the text of one answer into events, whatever pieces it comes in."""
 
     @property
@@ -84,16 +84,16 @@ class Numbering:
         self._new_id = new_id
         self._calls = 0
 
-    def events(self, calls: Sequence[Call]) -> list[Event]:
+    def events(self, calls: Sequence[ToolCallText]) -> list[Event]:
         """The events of complete calls."""
         found: list[Event] = []
         for call in calls:
-            found += [CallBegun(self._calls, self._new_id(), call.name), Arguments(self._calls, call.arguments)]
+            found += [CallBegun(self._calls, self._new_id(), call.name), CallArguments(self._calls, call.arguments)]
             self._calls += 1
         return found
 
 
-class Steps:
+class BufferedReader:
     """What readers share: text is held until a step can tell what it is, and a step says which one comes next."""
 
     _step: Callable[[bool], list[Event] | None]
@@ -119,7 +119,7 @@ class Steps:
         return found
 
 
-class MarkedReader(Steps):
+class MarkedReader(BufferedReader):
     """The reader of all families that mark thought and calls in running text.
 
     `thinking` is None where thought is not told apart, `calling` where no tools may be called; `opened`: the prompt has
@@ -128,8 +128,8 @@ class MarkedReader(Steps):
 
     def __init__(
         self,
-        thinking: Thinking | None,
-        calling: Calling | None,
+        thinking: ThinkingMarks | None,
+        calling: CallingMarks | None,
         tools: Tools,
         new_id: Callable[[], str],
         *,
@@ -139,7 +139,7 @@ class MarkedReader(Steps):
         super().__init__()
         self._thinking, self._calling, self._tools = thinking, calling, tools
         self._numbering = Numbering(new_id)
-        self._block: Block | None = None
+        self._block: BlockReader | None = None
         self._lead = 0  # white space that is held before the block
         self._closing: list[str] = []
         self._fresh = False  # nothing has come since a border, so white space is left out
@@ -171,9 +171,9 @@ class MarkedReader(Steps):
         if end:
             self._held, self._fresh, self._step = after, True, self._said
             before = before.rstrip()
-            return [Thought(before)] if before else []
+            return [ReasoningPiece(before)] if before else []
         ready = len(self._held) if last else _settled(self._held, (self._thinking.end,))
-        return [Thought(text) for text in self._take(ready)] or None
+        return [ReasoningPiece(text) for text in self._take(ready)] or None
 
     def _said(self, last: bool) -> list[Event] | None:
         if self._fresh and not self._skip_space():
@@ -186,7 +186,7 @@ class MarkedReader(Steps):
             return self._begin_block(at)
         ready = len(self._held) if last else _settled(self._held, triggers)
         self._nothing_said &= ready == 0
-        return [Said(text) for text in self._take(ready)] or None
+        return [TextPiece(text) for text in self._take(ready)] or None
 
     def _triggers(self) -> tuple[str, ...]:
         if self._calling is None or (self._calling.first and not self._nothing_said):
@@ -210,7 +210,7 @@ class MarkedReader(Steps):
         self._held, self._lead = self._held[len(text) :], at - len(text)
         self._block, self._step = self._calling.block(self._tools), self._in_block
         self._fresh = False
-        return [Said(text)] if text else []
+        return [TextPiece(text)] if text else []
 
     def _in_block(self, last: bool) -> list[Event] | None:
         assert self._block is not None
@@ -221,7 +221,7 @@ class MarkedReader(Steps):
         text, self._held = self._held[:end], self._held[end:]
         if read is None or not read.calls:
             self._nothing_said, self._step = False, self._said
-            return [Said(text)]
+            return [TextPiece(text)]
         self._closing, self._step = list(read.closing), self._closed
         return self._numbering.events(read.calls)
 

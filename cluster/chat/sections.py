@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from cluster.chat.events import Arguments, CallBegun, Event, Said, Thought
+from cluster.chat.events import CallArguments, CallBegun, Event, ReasoningPiece, TextPiece
 
 Kind = Literal["said", "thought", "call"]
 
@@ -73,17 +73,17 @@ class Sections:
             ValueError: arguments come for another call than the one that was begun last.
         """
         for event in events:
-            if isinstance(event, Thought) and not self._thought:
+            if isinstance(event, ReasoningPiece) and not self._thought:
                 continue
             if isinstance(event, CallBegun):
                 self._call = event.call
                 yield from self._begin("call", event.call_id, event.name)
-            elif isinstance(event, Arguments):
+            elif isinstance(event, CallArguments):
                 if self._open is None or self._open.kind != "call" or self._call != event.call:
                     raise ValueError(f"arguments of call {event.call} come after it has ended")
                 yield from self._grow(event.text)
             else:
-                kind: Kind = "said" if isinstance(event, Said) else "thought"
+                kind: Kind = "said" if isinstance(event, TextPiece) else "thought"
                 if event.text and (self._open is None or self._open.kind != kind):
                     yield from self._begin(kind)
                 yield from self._grow(event.text)

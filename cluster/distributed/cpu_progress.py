@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 TASKS = Path("/proc/self/task")
 
 
-class Spent(Protocol):
+class CpuScope(Protocol):
     """Whose CPU time counts as progress."""
 
     def seconds(self) -> float:
@@ -87,7 +87,7 @@ class Pulse:
     SHARE = 0.001
     LEAST_S = 0.001
 
-    def __init__(self, effort: Spent) -> None:
+    def __init__(self, effort: CpuScope) -> None:
         self._effort = effort
         self._marks: object = None
         self._cpu_s = 0.0

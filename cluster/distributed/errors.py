@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-FAREWELL_S = 0.5  # how long a rank that lost a peer waits for the reasons of the others
+EXIT_REASON_S = 0.5  # how long a rank that lost a peer waits for the reasons of the others
 ALARM = "alarm"  # the key that is set when a rank leaves for a reason
 
 
@@ -35,51 +35,51 @@ class StuckDeviceError(GangError):
     """The device of this rank does nothing any more."""
 
 
-class Farewell(NamedTuple):
+class ExitReason(NamedTuple):
     """Why a rank left, empty if by agreement. `blames` is the rank at fault, itself or a peer; None: not known."""
 
     blames: int | None
     reason: str
 
 
-class Farewells:
+class ExitReasons:
     """The farewells of a gang, as one rank says and reads them. `store` is a connection that nothing else waits on."""
 
     def __init__(self, store: Any, rank: int, world: int) -> None:
         self._store, self.rank, self.world = store, rank, world
 
-    def say(self, farewell: Farewell, rank: int | None = None) -> None:
+    def say(self, exit_reason: ExitReason, rank: int | None = None) -> None:
         """Tell the peers why this rank leaves, or `rank`, which cannot say it any more; the first farewell stays."""
-        bounded(lambda: self._say(farewell, self.rank if rank is None else rank), FAREWELL_S)
+        bounded(lambda: self._say(exit_reason, self.rank if rank is None else rank), EXIT_REASON_S)
 
-    def _say(self, farewell: Farewell, rank: int) -> None:
+    def _say(self, exit_reason: ExitReason, rank: int) -> None:
         try:
-            kept = self._store.compare_set(f"left/{rank}", "", json.dumps(farewell))
-            if Farewell(*json.loads(kept)).reason:
+            kept = self._store.compare_set(f"left/{rank}", "", json.dumps(exit_reason))
+            if ExitReason(*json.loads(kept)).reason:
                 self._store.set(ALARM, "1")
         except RuntimeError:
             return  # rank 0 is gone, and the store with it
 
-    def heard(self) -> dict[int, Farewell]:
+    def heard(self) -> dict[int, ExitReason]:
         """The farewells with a reason that were said so far, by rank."""
         said = [rank for rank in range(self.world) if self._store.check([f"left/{rank}"])]
-        every = {rank: Farewell(*json.loads(self._store.get(f"left/{rank}"))) for rank in said}
-        return {rank: farewell for rank, farewell in every.items() if farewell.reason}
+        every = {rank: ExitReason(*json.loads(self._store.get(f"left/{rank}"))) for rank in said}
+        return {rank: exit_reason for rank, exit_reason in every.items() if exit_reason.reason}
 
     def explain(self, cause: str, step: int, phase: str, fresh: Callable[[int], bool] | None = None) -> PeerLostError:
         """The error to raise for `cause`, which a peer that left has brought about; says farewell, and waits a moment
         for the others' reasons. Who says nothing meanwhile is dead, unless it is `fresh`.
         """
         found: list[PeerLostError] = []
-        bounded(lambda: found.append(self._explain(cause, step, phase, fresh)), 2 * FAREWELL_S)
+        bounded(lambda: found.append(self._explain(cause, step, phase, fresh)), 2 * EXIT_REASON_S)
         return (
             found[0] if found else PeerLostError(f"rank 0 does not answer (step {step}, phase {phase})", 0, step, phase)
         )
 
     def _explain(self, cause: str, step: int, phase: str, fresh: Callable[[int], bool] | None) -> PeerLostError:
-        self._say(Farewell(None, cause), self.rank)
+        self._say(ExitReason(None, cause), self.rank)
         silent = list(range(self.world))
-        until = time.monotonic() + FAREWELL_S
+        until = time.monotonic() + EXIT_REASON_S
         try:
             while silent and time.monotonic() < until:
                 heard = self.heard()
@@ -100,7 +100,7 @@ class Farewells:
         found: list[PeerLostError] = []
 
         def look() -> None:
-            until = time.monotonic() + FAREWELL_S
+            until = time.monotonic() + EXIT_REASON_S
             try:
                 while time.monotonic() < until:
                     if (named := believed(self.heard())) and named.blames != self.rank:
@@ -110,23 +110,23 @@ class Farewells:
             except RuntimeError:
                 found.append(PeerLostError("rank 0 is gone", 0, step, phase))
 
-        bounded(look, 2 * FAREWELL_S)
+        bounded(look, 2 * EXIT_REASON_S)
         return found[0] if found else None
 
 
-def believed(heard: dict[int, Farewell]) -> Farewell | None:
+def believed(heard: dict[int, ExitReason]) -> ExitReason | None:
     """Who is to blame by these farewells, and why, in words that name the rank: one that left for a reason of its own;
     else the one that most others blame.
     """
-    for rank, farewell in heard.items():
-        if farewell.blames == rank:
-            return Farewell(rank, f"rank {rank} left: {farewell.reason}")
-    blamed = Counter(farewell.blames for farewell in heard.values() if farewell.blames is not None)
+    for rank, exit_reason in heard.items():
+        if exit_reason.blames == rank:
+            return ExitReason(rank, f"rank {rank} left: {exit_reason.reason}")
+    blamed = Counter(exit_reason.blames for exit_reason in heard.values() if exit_reason.blames is not None)
     if not blamed:
         return None
     worst = blamed.most_common(1)[0][0]
     by, told = next((rank, told) for rank, told in heard.items() if told.blames == worst)
-    return Farewell(worst, f"{told.reason} (so rank {by})")
+    return ExitReason(worst, f"{told.reason} (so rank {by})")
 
 
 def bounded(call: Callable[[], object], seconds: float) -> bool:

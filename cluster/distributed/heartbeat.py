@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from cluster.distributed.cpu_progress import Pulse, cpu_seconds
-from cluster.distributed.errors import ALARM, Farewell, Farewells
-from cluster.distributed.progress import Clock
+from cluster.distributed.errors import ALARM, ExitReason, ExitReasons
+from cluster.distributed.progress import ProgressClock
 from cluster.observability.logs import first_line
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ NEVER_SENT = 0x41E  # tag of the message that is waited for only to see the conn
 
 
 @dataclass(slots=True)
-class Sign:
+class PeerHeartbeat:
     """What is known of a rank: its last heartbeat, and on our clock when that came and when the rank last did anything.
 
     `passed` counts what its device did.
@@ -57,19 +57,24 @@ class StepThread:
         return cpu_seconds(self.thread)
 
 
-class Herald:
+class HeartbeatMonitor:
     """The heartbeats of a gang as one rank gives and hears them. `alarm` is set as soon as a peer has left for a
     reason, or is dead; `effort.thread` is the thread that steps.
     """
 
     def __init__(
-        self, store: Any, farewells: Farewells, clock: Clock, position: Callable[[], tuple[int, str]], group: Any
+        self,
+        store: Any,
+        exit_reasons: ExitReasons,
+        clock: ProgressClock,
+        position: Callable[[], tuple[int, str]],
+        group: Any,
     ) -> None:
         """`store` is a connection of its own, `group` the process group over gloo of all ranks."""
-        self._store, self._farewells, self._clock, self._position = store, farewells, clock, position
-        self._group, self._rank, self._world = group, farewells.rank, farewells.world
+        self._store, self._exit_reasons, self._clock, self._position = store, exit_reasons, clock, position
+        self._group, self._rank, self._world = group, exit_reasons.rank, exit_reasons.world
         now = time.monotonic()
-        self.signs = [Sign(now, now) for _ in range(self._world)]
+        self.signs = [PeerHeartbeat(now, now) for _ in range(self._world)]
         self.answered = now
         """When the store last answered."""
         self.alarm = threading.Event()
@@ -81,7 +86,7 @@ class Herald:
     def start(self) -> None:
         """Begin to give and to hear signs."""
         for call in (self._run, self._feel):
-            threading.Thread(target=call, name=f"herald-{self._rank}", daemon=True).start()
+            threading.Thread(target=call, name=f"heartbeat-{self._rank}", daemon=True).start()
 
     def stop(self) -> None:
         """Give no more signs; what happens to peers from now on is no alarm."""
@@ -155,4 +160,4 @@ class Herald:
         except RuntimeError as error:
             if not self._over.is_set():
                 logger.info("rank %d: the connection to rank %d ended: %s", self._rank, before, first_line(error))
-                self._farewells.say(Farewell(before, "its process is gone"), before)
+                self._exit_reasons.say(ExitReason(before, "its process is gone"), before)

@@ -18,10 +18,17 @@ import torch.distributed as dist
 
 from cluster.device.timing import HOST, EventTimer
 from cluster.distributed import nccl
-from cluster.distributed.errors import Farewell, Farewells, GangError, OutOfStepError, PeerLostError, StuckDeviceError
-from cluster.distributed.heartbeat import Herald
-from cluster.distributed.process_group import Axis, Part, added
-from cluster.distributed.progress import Clock
+from cluster.distributed.errors import (
+    ExitReason,
+    ExitReasons,
+    GangError,
+    OutOfStepError,
+    PeerLostError,
+    StuckDeviceError,
+)
+from cluster.distributed.heartbeat import HeartbeatMonitor
+from cluster.distributed.process_group import Axis, Shard, added
+from cluster.distributed.progress import ProgressClock
 from cluster.observability.logs import first_line
 
 __all__ = [
@@ -29,9 +36,9 @@ __all__ = [
     "GangError",
     "Mesh",
     "OutOfStepError",
-    "Part",
     "PeerLostError",
     "Rendezvous",
+    "Shard",
     "Store",
     "StuckDeviceError",
     "added",
@@ -83,7 +90,8 @@ class Mesh:
 
     `facts` and `attn_facts` are the same two axes over gloo; on a CPU they are `world` and `attn` themselves.
     `position` is the (step, phase) of this rank, for other threads to read. `bell` is a second connection to the store,
-    since `sleep` blocks the first, `store`. Where devices run behind their hosts, the `herald` gives signs of life.
+    since `sleep` blocks the first, `store`. Where devices run behind their hosts, the `heartbeat_monitor` gives signs
+    of life.
     """
 
     rank: int = 0
@@ -95,8 +103,8 @@ class Mesh:
     position: tuple[int, str] = (0, "start")
     store: Any = None
     bell: Any = None
-    _farewells: Farewells | None = None
-    herald: Herald | None = None
+    _exit_reasons: ExitReasons | None = None
+    heartbeat_monitor: HeartbeatMonitor | None = None
     _closed: bool = False
 
     @property
@@ -163,17 +171,21 @@ class Mesh:
 
     def proclaim(self, store: Any) -> None:
         """Give signs of life to the peers from now on, and hear theirs, over a connection to the store of its own."""
-        assert self._farewells is not None, "a rank alone has no peers"
+        assert self._exit_reasons is not None, "a rank alone has no peers"
         clock, group = self.world.clock, self.facts.group
-        self.herald = Herald(PrefixStore("farewells", store), self._farewells, clock, lambda: self.position, group)
-        self.herald.start()
+        self.heartbeat_monitor = HeartbeatMonitor(
+            PrefixStore("exit_reasons", store), self._exit_reasons, clock, lambda: self.position, group
+        )
+        self.heartbeat_monitor.start()
 
     def explain(self, cause: str) -> PeerLostError:
         """The error to raise for `cause`, which a peer that left has brought about; waits a moment for the others'
         reasons. A rank that only noticed says so, and one that says nothing is dead.
         """
-        assert self._farewells is not None, "a rank alone has no peers"
-        return self._farewells.explain(cause, *self.position, None if self.herald is None else self.herald.fresh)
+        assert self._exit_reasons is not None, "a rank alone has no peers"
+        return self._exit_reasons.explain(
+            cause, *self.position, None if self.heartbeat_monitor is None else self.heartbeat_monitor.fresh
+        )
 
     def loss(self, error: RuntimeError, *, in_collective: bool = False) -> PeerLostError | None:
         """What an error means that a step ran into, `in_collective` if there; None: it is this rank's own.
@@ -183,8 +195,8 @@ class Mesh:
         """
         if self.world.size == 1:
             return None
-        if nccl.of_device(error) and self._farewells is not None:
-            return self._farewells.bereaved(*self.position)
+        if nccl.of_device(error) and self._exit_reasons is not None:
+            return self._exit_reasons.bereaved(*self.position)
         if isinstance(error, torch.OutOfMemoryError) or not (in_collective or nccl.of_collectives(error)):
             return None
         return self.explain(first_line(error) + nccl.advice(str(error)))
@@ -202,10 +214,10 @@ class Mesh:
                 raise
             raise lost from error
 
-    def say(self, farewell: Farewell) -> None:
+    def say(self, exit_reason: ExitReason) -> None:
         """Tell the peers why this rank leaves; the first farewell stays."""
-        if self._farewells is not None:
-            self._farewells.say(farewell)
+        if self._exit_reasons is not None:
+            self._exit_reasons.say(exit_reason)
 
     def close(self, reason: str = "", drop: Callable[[], object] = lambda: None) -> None:
         """Leave the gang: peers that wait for this rank get an error at once, and can read `reason`. `drop` lets go of
@@ -214,10 +226,10 @@ class Mesh:
         if self._closed:
             return
         self._closed = True
-        if self.herald is not None:
-            self.herald.stop()
-        if reason or self.herald is not None:
-            self.say(Farewell(self.rank if reason else None, reason))
+        if self.heartbeat_monitor is not None:
+            self.heartbeat_monitor.stop()
+        if reason or self.heartbeat_monitor is not None:
+            self.say(ExitReason(self.rank if reason else None, reason))
         if self.world.size > 1 and dist.is_initialized():
             self._abort(drop)
 
@@ -255,7 +267,7 @@ def join(
         groups = [list(range(g * attn_tp, (g + 1) * attn_tp)) for g in range(attn_dp)]
         with threads_run_first():
             dist.init_process_group("gloo", store=prefix, rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT)
-            facts, attn_facts = _axes(rank, world, groups, "gloo", Clock())
+            facts, attn_facts = _axes(rank, world, groups, "gloo", ProgressClock())
         axes = (facts, attn_facts)
         if device.type == "cuda":
             axes = _axes(rank, world, groups, "nccl", facts.clock, device)
@@ -264,8 +276,8 @@ def join(
     except RuntimeError as error:
         why = first_line(error) + nccl.advice(str(error))
         raise PeerLostError(f"the ranks did not meet: {why}", None, 0, "join") from error
-    farewells = Farewells(PrefixStore("farewells", bell), rank, world)
-    mesh = Mesh(rank, *axes, facts, attn_facts, rendezvous.epoch, (0, "join"), tcp, bell, farewells)
+    exit_reasons = ExitReasons(PrefixStore("exit_reasons", bell), rank, world)
+    mesh = Mesh(rank, *axes, facts, attn_facts, rendezvous.epoch, (0, "join"), tcp, bell, exit_reasons)
     if device.type == "cuda":
         mesh.proclaim(_client(rendezvous))
     return mesh
@@ -294,7 +306,12 @@ def _client(rendezvous: Rendezvous) -> Any:
 
 
 def _axes(
-    rank: int, world: int, groups: list[list[int]], backend: str, clock: Clock, device: torch.device | None = None
+    rank: int,
+    world: int,
+    groups: list[list[int]],
+    backend: str,
+    clock: ProgressClock,
+    device: torch.device | None = None,
 ) -> tuple[Axis, Axis]:
     """The axes of the world and of this rank's attention group; every rank makes all groups, in the same order. With a
     `device` communicators are made at once, not with the first collective.

@@ -51,7 +51,7 @@ class OneShot:
         return summed
 
 
-def hold_to_twin(
+def check_against_reference(
     one_shot: "OneShot",
     rank: int,
     twin: Callable[[Tensor], Tensor],

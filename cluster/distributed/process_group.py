@@ -11,10 +11,10 @@ from torch import Tensor
 
 from cluster.device.timing import HOST, Timer
 from cluster.distributed.one_shot_all_reduce import OneShot
-from cluster.distributed.progress import Clock
+from cluster.distributed.progress import ProgressClock
 
 
-class Part(NamedTuple):
+class Shard(NamedTuple):
     """Shard `rank` of `size`."""
 
     rank: int = 0
@@ -38,14 +38,14 @@ class Axis:
     size: int = 1
     group: Any = None
     direct: bool = False
-    clock: Clock = field(default_factory=Clock)
+    clock: ProgressClock = field(default_factory=ProgressClock)
     timer: Timer = HOST
     one_shot: OneShot | None = None
 
     @property
-    def part(self) -> Part:
+    def part(self) -> Shard:
         """This rank's shard of what the axis splits."""
-        return Part(self.rank, self.size)
+        return Shard(self.rank, self.size)
 
     def gather(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Own rows `[counts[rank], ..]` -> all ranks' rows `[sum(counts), ..]`, in rank order."""

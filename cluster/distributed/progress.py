@@ -8,7 +8,7 @@ from cluster.device.timing import HOST, Spans, Timer
 
 
 @dataclass(slots=True)
-class Clock:
+class ProgressClock:
     """Counts what this rank and its device do; other threads may read the counts meanwhile.
 
     `begun` is the number of collectives entered and `calls` the number that returned (or, on a GPU, were queued);

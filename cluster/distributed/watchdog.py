@@ -10,8 +10,8 @@ import time
 from typing import Any
 
 from cluster.device.timing import HOST, Timer
-from cluster.distributed.errors import Farewell, GangError, PeerLostError, StuckDeviceError
-from cluster.distributed.heartbeat import Herald, Sign
+from cluster.distributed.errors import ExitReason, GangError, PeerLostError, StuckDeviceError
+from cluster.distributed.heartbeat import HeartbeatMonitor, PeerHeartbeat
 from cluster.distributed.mesh import Mesh
 
 LOADING_S = 600.0  # the limit before the first request, when ranks compile and capture and may be minutes apart
@@ -21,7 +21,7 @@ SHORTEST_S, LONGEST_S = 5e-5, 1e-3  # between two looks at the device
 SHARE = 0.02  # of the wait so far, between two looks
 
 
-class Watch:
+class DeviceWatchdog:
     """Over one rank's device. `limit_s` is the watchdog's limit; that of loading, until it is set."""
 
     def __init__(self, mesh: Mesh, timer: Timer) -> None:
@@ -34,8 +34,8 @@ class Watch:
     def serve(self, limit_s: float) -> None:
         """Requests come from now on."""
         self.limit_s, self._serves = limit_s, True
-        if self._mesh.herald is not None:
-            self._mesh.herald.hurry(limit_s)
+        if self._mesh.heartbeat_monitor is not None:
+            self._mesh.heartbeat_monitor.hurry(limit_s)
 
     def follow(self) -> None:
         """The calling thread steps, whichever has loaded: from now on it works for the device, and its CPU time is what
@@ -45,8 +45,8 @@ class Watch:
             return
         self._thread = thread
         self.timer.here()
-        if self._mesh.herald is not None:
-            self._mesh.herald.effort.thread = thread
+        if self._mesh.heartbeat_monitor is not None:
+            self._mesh.heartbeat_monitor.effort.thread = thread
 
     def mark(self) -> Any:
         """A moment behind all that was queued so far, to `wait` for."""
@@ -74,11 +74,11 @@ class Watch:
             self._clock.awaiting = False
 
     def _poll(self, moment: Any) -> None:
-        herald = self._mesh.herald
+        heartbeat_monitor = self._mesh.heartbeat_monitor
         waited = still = 0.0
         passed, last = self._clock.look(), time.monotonic()
         while not self.timer.reached(moment):
-            if herald is not None and herald.alarm.is_set():
+            if heartbeat_monitor is not None and heartbeat_monitor.alarm.is_set():
                 raise self._mesh.explain("a peer left while this rank's device waited for it")
             time.sleep(min(LONGEST_S, max(SHORTEST_S, SHARE * waited)))
             now = time.monotonic()
@@ -87,16 +87,16 @@ class Watch:
             if self._clock.look() != passed:
                 passed, still = self._clock.passed, 0.0
             if still > min(LOOK_S, self.limit_s / 2):
-                self._look(herald, still)
+                self._look(heartbeat_monitor, still)
 
-    def _look(self, herald: Herald | None, still: float) -> None:
+    def _look(self, heartbeat_monitor: HeartbeatMonitor | None, still: float) -> None:
         """The device has done nothing for `still` seconds: is it, or a peer, lost?"""
-        if herald is None:
+        if heartbeat_monitor is None:
             if still > self.limit_s:
                 raise self._lost(self._mesh.rank, f"has done nothing for {still:.1f} s")
             return
-        now, own, signs = time.monotonic(), self._mesh.rank, herald.signs
-        unanswered = now - herald.answered
+        now, own, signs = time.monotonic(), self._mesh.rank, heartbeat_monitor.signs
+        unanswered = now - heartbeat_monitor.answered
         if own and unanswered > self.limit_s:
             raise self._lost(0, f"and its store have not answered for {unanswered:.1f} s", said=signs[0])
         silence, rank = max((now - sign.heard, -rank) for rank, sign in enumerate(signs) if rank != own)
@@ -108,14 +108,14 @@ class Watch:
             behind = self._furthest_behind(signs)
             raise self._lost(behind, f"is furthest behind, and no rank has done anything for {quiet:.1f} s")
 
-    def _furthest_behind(self, signs: list[Sign]) -> int:
+    def _furthest_behind(self, signs: list[PeerHeartbeat]) -> int:
         """The rank whose device the others wait for; where several are equally far, one of them."""
         own = self._mesh.rank
         places = [(sign.step, sign.passed) for sign in signs]
         places[own] = (self._mesh.position[0], self._clock.passed)
         return min(range(len(places)), key=lambda rank: (places[rank], rank == own))
 
-    def _lost(self, rank: int, what: str, said: Sign | None = None) -> GangError:
+    def _lost(self, rank: int, what: str, said: PeerHeartbeat | None = None) -> GangError:
         """The error that blames a rank, after the peers were told."""
         step, phase = self._mesh.position
         last = "" if said is None or said.count < 0 else f", its last in step {said.step}, phase {said.phase}"
@@ -124,5 +124,5 @@ class Watch:
         reason = f"rank {rank} {what}{last} ({limit}; waited for in step {step}, phase {phase})"
         if rank == self._mesh.rank:
             return StuckDeviceError(f"the device of {reason}", rank, step, phase)
-        self._mesh.say(Farewell(rank, reason))
+        self._mesh.say(ExitReason(rank, reason))
         return PeerLostError(reason, rank, step, phase)

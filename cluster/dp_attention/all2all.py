@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cluster.device.wait_hook import catch_up
-from cluster.distributed.mesh import Part, added
+from cluster.distributed.mesh import Shard, added
 from cluster.models.context import part_of_experts
 
 Table = tuple[tuple[int, ...], ...]
@@ -21,7 +21,7 @@ INTEGERS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.float1
 INTEGERS[torch.bfloat16] = torch.int16
 
 
-class Journey:
+class AllToAll:
     """Of the rows that this rank carries: how many go to each part, `counts`, and which go to each rank, `to`."""
 
     def __init__(self, taken: Tensor, parts: int, ranks: int) -> None:
@@ -56,7 +56,7 @@ class Journey:
 
 def held(parts: int, ranks: int) -> list[int]:
     """The part that each rank holds."""
-    return [part_of_experts(parts, Part(rank, ranks)).rank for rank in range(ranks)]
+    return [part_of_experts(parts, Shard(rank, ranks)).rank for rank in range(ranks)]
 
 
 def flows(table: Table, rank: int) -> tuple[list[int], list[int]]:

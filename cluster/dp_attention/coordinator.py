@@ -10,7 +10,7 @@ from itertools import zip_longest
 
 from cluster.config.tree_shape import TreeShape
 from cluster.distributed.mesh import Mesh, OutOfStepError
-from cluster.dp_attention.plan import GROUP_HEADER, HEADER, Call, Facts, Ops, PlanRule, StepPlan, script
+from cluster.dp_attention.plan import GROUP_HEADER, HEADER, Ops, PlanRule, RankFacts, ScriptCall, StepPlan, script
 
 
 class Coordinator:
@@ -25,13 +25,13 @@ class Coordinator:
         self._digest = 0
         self._plan: StepPlan | None = None
         self._sum: tuple[tuple[object, ...], int] = (), 0
-        self._script: tuple[tuple[object, ...], list[Call]] = (), []
+        self._script: tuple[tuple[object, ...], list[ScriptCall]] = (), []
         self.step = self._order = self._results = 0
 
-    def header(self) -> Facts:
+    def header(self) -> RankFacts:
         """This rank's facts as they are without work, with a vote for the deepest tree."""
         calls = self._mesh.world.clock.calls
-        return Facts(
+        return RankFacts(
             self._mesh.epoch,
             self.step,
             self._digest,
@@ -42,7 +42,7 @@ class Coordinator:
             results=self._results,
         )
 
-    def agree(self, facts: Facts) -> StepPlan:
+    def agree(self, facts: RankFacts) -> StepPlan:
         """Agree on the plan of the next step; call `taken` when that step is over.
 
         Raises:
@@ -51,7 +51,7 @@ class Coordinator:
         self._mesh.enter("agree", self.step)
         if self._plan is not None:
             raise self._off(self._mesh.rank, f"agrees on step {self.step} but has not taken the one before")
-        table = [Facts(*row) for row in self._mesh.all_gather_row(facts)]
+        table = [RankFacts(*row) for row in self._mesh.all_gather_row(facts)]
         for name in HEADER:
             self._compare(name, [getattr(row, name) for row in table], range(len(table)))
         for leader in range(0, len(table), self._rule.attn_tp):
@@ -64,7 +64,7 @@ class Coordinator:
         self.step, self._digest, self._plan = self.step + 1, plan.digest, plan
         return plan
 
-    def script(self) -> list[Call]:
+    def script(self) -> list[ScriptCall]:
         """The calls that this rank has to make of its exchange in the step agreed on."""
         assert self._plan is not None, "there is no script before a plan"
         plan = self._plan

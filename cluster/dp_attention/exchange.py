@@ -14,10 +14,10 @@ from torch import Tensor
 
 from cluster.capture.recorder import opaque
 from cluster.distributed.mesh import Axis, GangError, Mesh, OutOfStepError
-from cluster.dp_attention.all2all import Journey, Table, flows, impossible, packed, unpacked
-from cluster.dp_attention.plan import Call
+from cluster.dp_attention.all2all import AllToAll, Table, flows, impossible, packed, unpacked
+from cluster.dp_attention.plan import ScriptCall
 from cluster.dp_attention.step_input_codec import shared
-from cluster.models.exchange import ApartExperts, Shards
+from cluster.models.exchange import ExpertParallelLayer, Shards
 
 T = TypeVar("T")
 
@@ -35,8 +35,8 @@ class Exchange:
         self._vocab = mesh.world if self.wide else mesh.attn
         self.size = self._vocab.size
         self.counted = False
-        self._script: deque[Call] = deque()
-        self._call = Call("before the script", "", ())
+        self._script: deque[ScriptCall] = deque()
+        self._call = ScriptCall("before the script", "", ())
         self._step = 0
 
     @property
@@ -44,16 +44,16 @@ class Exchange:
         """Those of embedding and head, if there are several."""
         return None if self.size == 1 else self
 
-    def begin(self, step: int, calls: Iterable[Call], counted: bool = False) -> None:
+    def begin(self, step: int, calls: Iterable[ScriptCall], counted: bool = False) -> None:
         """Begin a step, with the calls of its script; `counted` as its plan says."""
         self._step, self._script, self.counted = step, deque(calls), counted
 
     @property
-    def rest(self) -> tuple[Call, ...]:
+    def rest(self) -> tuple[ScriptCall, ...]:
         """The calls that the script still has."""
         return tuple(self._script)
 
-    def replay(self, calls: Iterable[Call]) -> None:
+    def replay(self, calls: Iterable[ScriptCall]) -> None:
         """Take all that is left of the script off at once, for a captured program that makes these `calls`.
 
         Raises:
@@ -109,38 +109,38 @@ class Exchange:
             rows.narrow(0, sum(call.rows[: self._mesh.dp_rank]), own).add_(common)
         return self._collect(rows, call)
 
-    def to_experts(self, rows: Tensor, experts: ApartExperts, common: Tensor | None) -> Tensor:
+    def to_experts(self, rows: Tensor, experts: ExpertParallelLayer, common: Tensor | None) -> Tensor:
         """Own rows `[T, H]` -> what the experts that they take make of them, with the bits that `gather` and `scatter`
         give: each rank sends the rows that it carries to the ranks of those experts, after all have told how many.
         """
         start, stop = self._mesh.attn.part.span(rows.shape[0])
         mine = rows[start:stop]
         weights, chosen, parts = experts.choose(mine)
-        journey = Journey(parts, self._parts, self._mesh.world.size)
-        table = self.counts(journey)
-        came = self.dispatch(packed(mine, weights, chosen)[journey.rows], table, journey)
+        all2all = AllToAll(parts, self._parts, self._mesh.world.size)
+        table = self.counts(all2all)
+        came = self.dispatch(packed(mine, weights, chosen)[all2all.rows], table, all2all)
         made = experts.run(*unpacked(came, chosen.shape[1]))
-        return self.combine(made, table, journey, common)
+        return self.combine(made, table, all2all, common)
 
-    def counts(self, journey: Journey) -> Table:
-        """How many rows every rank sends to each part of the experts, as each tells of its own `journey`.
+    def counts(self, all2all: AllToAll) -> Table:
+        """How many rows every rank sends to each part of the experts, as each tells of its own `all2all`.
 
         Raises:
             OutOfStepError: a rank tells what cannot be true of the rows planned.
         """
         call, mesh = self._next("counts"), self._mesh
         carried = self._counts(call)
-        if (journey.carried, len(journey.counts)) != (carried[mesh.rank], call.width):
-            brings = f"brings counts of {journey.carried} rows for {len(journey.counts)} parts"
+        if (all2all.carried, len(all2all.counts)) != (carried[mesh.rank], call.width):
+            brings = f"brings counts of {all2all.carried} rows for {len(all2all.counts)} parts"
             raise self._off(f"{brings} where {carried[mesh.rank]} rows for {call.width} parts are planned")
-        table = self._run(mesh.facts, lambda: tuple(mesh.all_gather_row(journey.counts)))
+        table = self._run(mesh.facts, lambda: tuple(mesh.all_gather_row(all2all.counts)))
         odd = impossible(table, carried, call.columns)
         if odd is not None:
             what = f"counts {list(table[odd])} of {carried[odd]} rows, which cannot be"
             raise self._off(f"tells {what}", odd)
         return table
 
-    def dispatch(self, rows: Tensor, table: Table, journey: Journey) -> Tensor:
+    def dispatch(self, rows: Tensor, table: Table, all2all: AllToAll) -> Tensor:
         """Rows that go to experts, in order of the rank that they go to -> those that come to the experts here.
 
         Raises:
@@ -148,12 +148,12 @@ class Exchange:
         """
         call, world = self._next("dispatch"), self._mesh.world
         sent, taken = flows(table, world.rank)
-        if journey.counts != table[world.rank]:
-            raise self._off(f"is about to dispatch {list(journey.counts)} rows and told {list(table[world.rank])}")
+        if all2all.counts != table[world.rank]:
+            raise self._off(f"is about to dispatch {list(all2all.counts)} rows and told {list(table[world.rank])}")
         self._check(rows, sum(sent), call.width)
         return self._run(world, world.all_to_all, rows, sent, taken)
 
-    def combine(self, made: Tensor, table: Table, journey: Journey, common: Tensor | None) -> Tensor:
+    def combine(self, made: Tensor, table: Table, all2all: AllToAll, common: Tensor | None) -> Tensor:
         """Partial sums for rows that came, in the order in which they came, and `common` as in `scatter` -> own rows,
         summed; sums go back to whoever carries the row.
         """
@@ -169,7 +169,7 @@ class Exchange:
             sent = [count + (rank in group) * carried[mesh.rank] for rank, count in enumerate(sent)]
         gone = [rows.shape[0] for rows in back]
         came = self._run(mesh.world, mesh.world.all_to_all, torch.cat(back), gone, sent)
-        return self._join(journey.summed(came, group), call)
+        return self._join(all2all.summed(came, group), call)
 
     def embed(self, ids: Tensor, lookup: Callable[[Tensor], Tensor]) -> Tensor:
         """Token ids `[T]` -> rows `[T, H]`, where `lookup` gives zeros for ids of another shard."""
@@ -216,7 +216,7 @@ class Exchange:
         first = self._first(call)
         return self._every(numbers)[:, first : first + self._own(call)]
 
-    def _next(self, op: str) -> Call:
+    def _next(self, op: str) -> ScriptCall:
         """Take the next call off the script; it must be `op`."""
         if not self._script:
             self._call = self._call._replace(phase=f"after {self._call.phase}")
@@ -235,14 +235,14 @@ class Exchange:
             brings = f"brings {list(rows.shape)} of {rows.dtype}"
             raise self._off(f"{brings} to {self._call.op} where {list(planned)} of {dtype} are planned")
 
-    def _own(self, call: Call) -> int:
+    def _own(self, call: ScriptCall) -> int:
         return call.rows[self._mesh.dp_rank]
 
-    def _scored(self, call: Call) -> int:
+    def _scored(self, call: ScriptCall) -> int:
         """T', the rows that each shard of the vocabulary scores."""
         return sum(call.rows) if self.wide else self._own(call)
 
-    def _first(self, call: Call) -> int:
+    def _first(self, call: ScriptCall) -> int:
         """Where own rows begin among these."""
         return sum(call.rows[: self._mesh.dp_rank]) if self.wide else 0
 
@@ -263,7 +263,7 @@ class Exchange:
         result: T = opaque(self._entered, self._call, collective, *given)
         return result
 
-    def _entered(self, call: Call, collective: Callable[..., T], *given: Any) -> T:
+    def _entered(self, call: ScriptCall, collective: Callable[..., T], *given: Any) -> T:
         """The result of the collective of `call`, which a tape enters in every replay."""
         clock = self._mesh.world.clock
         entered = clock.calls + 1
@@ -280,7 +280,7 @@ class Exchange:
             raise self._off(f"did not enter the collective of {_words(call)} exactly once")
         return result
 
-    def _counts(self, call: Call) -> list[int]:
+    def _counts(self, call: ScriptCall) -> list[int]:
         """Rows that each rank of the world sends: the ranks of a group split the group's rows."""
         n = self._mesh.attn.size
         return [rows * (i + 1) // n - rows * i // n for rows in call.rows for i in range(n)]
@@ -290,7 +290,7 @@ class Exchange:
         attn = self._mesh.attn
         return self._run(attn, attn.all_reduce, rows)
 
-    def _spread(self, rows: Tensor, call: Call) -> Tensor:
+    def _spread(self, rows: Tensor, call: ScriptCall) -> Tensor:
         """Own rows -> those of every group. With one group every rank has them already."""
         world = self._mesh.world
         if self._mesh.attn_dp == 1:
@@ -305,7 +305,7 @@ class Exchange:
         every = self._run(axis, lambda own: axis.gather(own, [count] * axis.size), numbers)
         return every.view(axis.size, count, width)
 
-    def _collect(self, rows: Tensor, call: Call) -> Tensor:
+    def _collect(self, rows: Tensor, call: ScriptCall) -> Tensor:
         """Partial sums of every group's rows -> own rows, summed over the world."""
         world = self._mesh.world
         self._check(rows, sum(call.rows), call.width)
@@ -314,12 +314,12 @@ class Exchange:
         counts = self._counts(call)
         return self._join(self._run(world, lambda sums: world.reduce_scatter(sums, counts), rows), call)
 
-    def _join(self, mine: Tensor, call: Call) -> Tensor:
+    def _join(self, mine: Tensor, call: ScriptCall) -> Tensor:
         """This rank's share of its group's rows -> all rows of the group."""
         attn, planned = self._mesh.attn, self._own(call)
         counts = [planned * (i + 1) // attn.size - planned * i // attn.size for i in range(attn.size)]
         return self._run(attn, lambda own: attn.gather(own, counts), mine)
 
 
-def _words(call: Call) -> str:
+def _words(call: ScriptCall) -> str:
     return f"{call.op} of rows {list(call.rows)}"

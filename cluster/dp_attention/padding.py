@@ -4,11 +4,11 @@ An idle request uses the page table's last row, whose slots are all in the sink;
 table of carriers, come from `EagleDraftInput.create_idle_input`, so their widths are those of `hidden_size_for`.
 """
 
-from cluster.batch import Decode, Order, PromptChunk
+from cluster.batch import DecodeRequest, PromptChunk, StepInput
 from cluster.dp_attention.plan import StepPlan
 
 
-def padded(order: Order, plan: StepPlan, group: int, idle_row: int) -> Order:
+def padded(order: StepInput, plan: StepPlan, group: int, idle_row: int) -> StepInput:
     """`order` of attention group `group` with the idle requests, idle prompt rows and idle ends that the plan asks for.
 
     Idle requests come after the real ones. Each idle prompt row is a chunk of its own, so that it attends to nothing
@@ -22,5 +22,5 @@ def padded(order: Order, plan: StepPlan, group: int, idle_row: int) -> Order:
         return order
     idle = PromptChunk(idle_row, 0, 1, False, (0, 0))
     return order._replace(
-        decodes=order.decodes + (Decode(idle_row, 0),) * requests, chunks=(idle,) * rows + order.chunks
+        decodes=order.decodes + (DecodeRequest(idle_row, 0),) * requests, chunks=(idle,) * rows + order.chunks
     )

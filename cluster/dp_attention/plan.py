@@ -10,7 +10,7 @@ from functools import reduce
 from operator import or_
 from typing import Literal, NamedTuple
 
-from cluster.batch import Mode
+from cluster.batch import SamplingMode
 from cluster.config.tree_shape import TreeShape
 from cluster.dp_attention.sizes import Buckets, Sizes, most
 from cluster.models.exchange import EXPERTS
@@ -20,7 +20,7 @@ from cluster.sampling.sharded import CHOSEN, ShardedHead, proposed
 Padding = Literal["auto", "padded", "exact"]
 
 
-class Facts(NamedTuple):
+class RankFacts(NamedTuple):
     """One rank's row: a header that must be the same on all ranks, then what its group brings to the step.
 
     Header: `epoch` counts lives of the gang, `step` its steps, `digest` is the last plan's, `calls` counts the
@@ -58,7 +58,7 @@ HEADER = ("epoch", "step", "digest", "calls", "rule", "captured")
 GROUP_HEADER = ("order", "results")
 
 
-class Key(NamedTuple):
+class ProgramKey(NamedTuple):
     """What decides every shape and every choice of a step's program, and in which `turn`'s memory it works, where steps
     that may be under way at the same time have memory of their own.
     """
@@ -91,7 +91,7 @@ class StepPlan(NamedTuple):
     quiet: bool
     leaving: bool
     decode_us: tuple[int, ...]
-    mode: Mode = Mode(0)
+    mode: SamplingMode = SamplingMode(0)
     scored: tuple[int, ...] = ()
     forced: int = 0
     counted: bool = False
@@ -111,9 +111,9 @@ class StepPlan(NamedTuple):
         return shapes[self.num_steps].forcing(self.forced)
 
     @property
-    def key(self) -> Key:
+    def key(self) -> ProgramKey:
         """That of the step's program."""
-        return Key(self.num_steps, self.forced, int(self.mode), self.sizes)
+        return ProgramKey(self.num_steps, self.forced, int(self.mode), self.sizes)
 
     def idle(self, group: int) -> Sizes:
         """What fills the plan of a group: idle requests, idle prompt rows, and ends of prompts that there are not."""
@@ -142,11 +142,11 @@ class PlanRule:
     forced_rows: int = 0
     apart: bool = False
 
-    def plan(self, table: Sequence[Facts], shape: TreeShape) -> StepPlan:
+    def plan(self, table: Sequence[RankFacts], shape: TreeShape) -> StepPlan:
         """The plan that follows from the facts of all ranks; a group's facts are its leader's."""
         groups = table[:: self.attn_tp]
         real = tuple(Sizes(f.decodes, f.prompt_rows, f.finals) for f in groups)
-        mode = Mode(reduce(or_, (f.mode for f in groups)))
+        mode = SamplingMode(reduce(or_, (f.mode for f in groups)))
         sizes, captured, padded = self._sizes(real, shape.num_draft_tokens, mode)
         return StepPlan(
             step=table[0].step,
@@ -162,7 +162,7 @@ class PlanRule:
             decode_us=tuple(f.decode_us for f in groups),
             mode=mode,
             scored=tuple(f.scored for f in groups),
-            forced=self._forced(sizes, shape.room) if Mode.CONSTRAINED in mode else 0,
+            forced=self._forced(sizes, shape.room) if SamplingMode.CONSTRAINED in mode else 0,
             counted=self.apart and not captured and not padded and len(groups) > 1,
         )
 
@@ -170,7 +170,7 @@ class PlanRule:
         """The nodes of each tree that are left to grammars: the same in all trees of a step, whoever has a grammar."""
         return min(room, self.forced_rows // max(1, *(own.decodes for own in sizes)))
 
-    def _sizes(self, real: tuple[Sizes, ...], nodes: int, mode: Mode) -> tuple[tuple[Sizes, ...], bool, bool]:
+    def _sizes(self, real: tuple[Sizes, ...], nodes: int, mode: SamplingMode) -> tuple[tuple[Sizes, ...], bool, bool]:
         """What each group runs, whether as a captured program (not if some group is too large for one, or the mode is
         not repeatable), and whether all run the same.
 
@@ -193,7 +193,7 @@ class PlanRule:
         return real, False, False
 
 
-class Call(NamedTuple):
+class ScriptCall(NamedTuple):
     """One entry of a step's script: the exchange method that comes next, and the rows of each group that enter it.
 
     Rows are `width` wide; those of a head become `columns` logits on each rank. Where the head is sharded over the
@@ -208,22 +208,26 @@ class Call(NamedTuple):
     columns: int = 0
 
 
-class Apart(NamedTuple):
+class ExpertParallel(NamedTuple):
     """Experts of which each rank holds one of so many `parts`; every row takes `active` of them."""
 
     parts: int
     active: int
 
-    def calls(self, phase: str, rows: tuple[int, ...], width: int, counted: bool) -> list[Call]:
+    def calls(self, phase: str, rows: tuple[int, ...], width: int, counted: bool) -> list[ScriptCall]:
         """Those that bring rows to experts and back.
 
         A row goes to a part once, however many of its experts are there, with weights and ids of all that it takes. So
         the most that can be is that it goes to every part once, as by `gather`: a form whose sizes nobody has to tell.
         """
         if not counted:
-            return [Call(phase, "gather", rows, width), Call(phase, "scatter", rows, width)]
-        counts = Call(phase, "counts", rows, self.parts, self.active)
-        return [counts, Call(phase, "dispatch", rows, width + 2 * self.active), Call(phase, "combine", rows, width)]
+            return [ScriptCall(phase, "gather", rows, width), ScriptCall(phase, "scatter", rows, width)]
+        counts = ScriptCall(phase, "counts", rows, self.parts, self.active)
+        return [
+            counts,
+            ScriptCall(phase, "dispatch", rows, width + 2 * self.active),
+            ScriptCall(phase, "combine", rows, width),
+        ]
 
 
 class Ops(NamedTuple):
@@ -240,10 +244,12 @@ class Ops(NamedTuple):
     columns: int = 0
     sharded: ShardedHead | None = None
     runners: int = 1
-    apart: Apart | None = None
+    apart: ExpertParallel | None = None
 
 
-def script(plan: StepPlan, shape: TreeShape, target: Ops, draft: Ops | None, followed: bool = False) -> list[Call]:
+def script(
+    plan: StepPlan, shape: TreeShape, target: Ops, draft: Ops | None, followed: bool = False
+) -> list[ScriptCall]:
     """Every call of the exchange in a step of this plan, in order; `draft` is None in plain decoding. `followed`:
     groups have followers, with whom the leaders first share their orders.
 
@@ -253,19 +259,19 @@ def script(plan: StepPlan, shape: TreeShape, target: Ops, draft: Ops | None, fol
         return []
     r, c, finals = zip(*plan.sizes, strict=True)
     levels = tuple(n * shape.topk for n in r)
-    calls = [Call("order", "share", plan.order_words)] if followed else []
+    calls = [ScriptCall("order", "share", plan.order_words)] if followed else []
 
     def forward(phase: str, ops: Ops, rows: tuple[int, ...]) -> None:
         for op in ops.forward:
             if op == EXPERTS and ops.apart is not None:
                 calls.extend(ops.apart.calls(phase, rows, ops.width, plan.counted))
             else:
-                calls.append(Call(phase, op, rows, ops.width))
+                calls.append(ScriptCall(phase, op, rows, ops.width))
 
     def choice(phase: str, ops: Ops, rows: tuple[int, ...], told: int) -> None:
-        calls.extend(Call(phase, op, rows, ops.width, ops.columns) for op in ops.head)
+        calls.extend(ScriptCall(phase, op, rows, ops.width, ops.columns) for op in ops.head)
         if ops.sharded is not None:
-            calls.extend(Call(phase, op, rows, width) for op, width in ops.sharded.choosing(plan.mode, told))
+            calls.extend(ScriptCall(phase, op, rows, width) for op, width in ops.sharded.choosing(plan.mode, told))
 
     if draft is not None:
         best = proposed(shape.topk, draft.columns)
@@ -280,12 +286,12 @@ def script(plan: StepPlan, shape: TreeShape, target: Ops, draft: Ops | None, fol
         for _ in range(draft.runners):
             forward("extend", draft, tuple(n * width + b for n, b in zip(r, c, strict=True)))
         choice("extend", draft, tuple(n + f for n, f in zip(r, finals, strict=True)), best)
-    if target.sharded is not None and Mode.LOGPROBS in plan.mode:
+    if target.sharded is not None and SamplingMode.LOGPROBS in plan.mode:
         rows = tuple(n * width + f for n, f in zip(r, finals, strict=True))
-        calls.extend(Call("extend", op, rows, numbers) for op, numbers in target.sharded.asking(TOP_LOGPROBS))
-    if Mode.PROMPT_LOGPROBS in plan.mode:
-        calls.extend(Call("extend", op, plan.scored, target.width, target.columns) for op in target.head)
+        calls.extend(ScriptCall("extend", op, rows, numbers) for op, numbers in target.sharded.asking(TOP_LOGPROBS))
+    if SamplingMode.PROMPT_LOGPROBS in plan.mode:
+        calls.extend(ScriptCall("extend", op, plan.scored, target.width, target.columns) for op in target.head)
         if target.sharded is not None:
             told = [*target.sharded.asking(TOP_LOGPROBS), *target.sharded.ranking()]
-            calls.extend(Call("extend", op, plan.scored, numbers) for op, numbers in told)
+            calls.extend(ScriptCall("extend", op, plan.scored, numbers) for op, numbers in told)
     return calls

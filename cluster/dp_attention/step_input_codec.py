@@ -9,14 +9,24 @@ from collections.abc import Iterator
 
 import torch
 
-from cluster.batch import Adjusting, Constraint, Decode, Mode, Order, PageCopy, PageWrite, PromptChunk, Sampling
+from cluster.batch import (
+    DecodeRequest,
+    PageCopy,
+    PageWrite,
+    PromptChunk,
+    RowGrammar,
+    RowPenalties,
+    RowSampling,
+    SamplingMode,
+    StepInput,
+)
 from cluster.device.staging import bits_of, float_of
 from cluster.distributed.mesh import Axis
 
 WORD = 8  # bytes of text in an integer
 
 
-def pack(order: Order) -> list[int]:
+def pack(order: StepInput) -> list[int]:
     """`order` as 64-bit integers."""
     words = [int(order.mode), len(order.decodes)]
     for decode in order.decodes:
@@ -45,16 +55,16 @@ def pack(order: Order) -> list[int]:
     return words
 
 
-def unpack(words: list[int]) -> Order:
+def unpack(words: list[int]) -> StepInput:
     """The order that `pack` made `words` of."""
     w = iter(words)
-    return Order(
-        mode=Mode(next(w)),
-        decodes=tuple(Decode(next(w), next(w), next(w)) for _ in range(next(w))),
+    return StepInput(
+        mode=SamplingMode(next(w)),
+        decodes=tuple(DecodeRequest(next(w), next(w), next(w)) for _ in range(next(w))),
         lens=tuple((next(w), next(w)) for _ in range(next(w))),
         chunks=tuple(_chunk(w) for _ in range(next(w))),
         samplings=tuple(
-            Sampling(next(w), float_of(next(w)), next(w), float_of(next(w)), float_of(next(w)), next(w))
+            RowSampling(next(w), float_of(next(w)), next(w), float_of(next(w)), float_of(next(w)), next(w))
             for _ in range(next(w))
         ),
         adjustings=tuple(_adjusting(w) for _ in range(next(w))),
@@ -64,7 +74,7 @@ def unpack(words: list[int]) -> Order:
     )
 
 
-def checksum(order: Order) -> int:
+def checksum(order: StepInput) -> int:
     """A checksum of `order`, the same on every rank."""
     return zlib.crc32(array("q", pack(order)))
 
@@ -76,7 +86,7 @@ def shared(words: list[int], count: int, axis: Axis) -> list[int]:
     return got
 
 
-def _adjusting_words(each: Adjusting) -> Iterator[int]:
+def _adjusting_words(each: RowPenalties) -> Iterator[int]:
     yield from (each.row, bits_of(each.presence), bits_of(each.frequency), bits_of(each.repetition))
     yield from (each.missing, each.prompt_len, int(each.allowed is not None))
     for tokens in (each.tokens, each.late, each.allowed or (), *each.bad_words):
@@ -88,14 +98,14 @@ def _adjusting_words(each: Adjusting) -> Iterator[int]:
         yield from (token, bits_of(bias))
 
 
-def _adjusting(w: Iterator[int]) -> Adjusting:
+def _adjusting(w: Iterator[int]) -> RowPenalties:
     def some() -> tuple[int, ...]:
         return tuple(next(w) for _ in range(next(w)))
 
     row, presence, frequency, repetition = next(w), *(float_of(next(w)) for _ in range(3))
     missing, prompt_len, restricted = next(w), next(w), bool(next(w))
     tokens, late, allowed, bad_words = some(), some(), some(), tuple(iter(some, ()))
-    return Adjusting(
+    return RowPenalties(
         row=row,
         presence=presence,
         frequency=frequency,
@@ -110,7 +120,7 @@ def _adjusting(w: Iterator[int]) -> Adjusting:
     )
 
 
-def _constraint_words(constraint: Constraint) -> Iterator[int]:
+def _constraint_words(constraint: RowGrammar) -> Iterator[int]:
     text = constraint.grammar.encode()
     yield from (constraint.row, len(text))
     yield from array("q", text + bytes(-len(text) % WORD))
@@ -118,10 +128,10 @@ def _constraint_words(constraint: Constraint) -> Iterator[int]:
     yield from constraint.tokens
 
 
-def _constraint(w: Iterator[int]) -> Constraint:
+def _constraint(w: Iterator[int]) -> RowGrammar:
     row, length = next(w), next(w)
     text = array("q", (next(w) for _ in range(-(-length // WORD)))).tobytes()[:length].decode()
-    return Constraint(row, text, tuple(next(w) for _ in range(next(w))))
+    return RowGrammar(row, text, tuple(next(w) for _ in range(next(w))))
 
 
 def _chunk(w: Iterator[int]) -> PromptChunk:

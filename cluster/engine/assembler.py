@@ -11,23 +11,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cluster.batch import Batch, HostBounds, Mode, Order, PageWrite, PromptChunk, PromptRows, Text
+from cluster.batch import Batch, HostBounds, PageWrite, PromptBatch, PromptChunk, PromptRows, SamplingMode, StepInput
 from cluster.config.tree_shape import TreeShape
 from cluster.device.staging import Sent, Staging
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import SlotMemory, cells_of
 from cluster.models.runner import DraftRunner, TargetRunner
-from cluster.sampling.logits_processor import AdjustTables
+from cluster.sampling.logits_processor import LogitsTables
 from cluster.sampling.parameters import SamplingTable
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
+class ProgramInputs:
     """What the program of a step takes from the host: numbers on the device, what decides its shapes, and its turn."""
 
     sent: Sent
     decodes: int
-    mode: Mode
+    mode: SamplingMode
     forced: int
     turn: int = 0
 
@@ -39,7 +39,7 @@ class Assembler:
         self,
         table: PageTable,
         sampling: SamplingTable,
-        adjusting: AdjustTables,
+        adjusting: LogitsTables,
         shape: TreeShape,
         slots: Ordered[SlotMemory],
         runners: Ordered[TargetRunner | DraftRunner],
@@ -56,25 +56,25 @@ class Assembler:
         self._window, self._beyond = shape.window, positions_beyond(shape)
         self._ahead = torch.arange(shape.window + shape.forcing().forced, device=self._device)
         none = torch.zeros(0, dtype=torch.int64, device=self._device)
-        self._no_prompt = PromptRows(none, none, none, none, none, None, none, none)
+        self._no_prompt = PromptBatch(none, none, none, none, none, None, none, none)
 
     @property
     def idle_row(self) -> int:
         """The table row of idle requests."""
         return self._table.idle_row
 
-    def send(self, order: Order, forced: int) -> Inputs:
+    def send(self, order: StepInput, forced: int) -> ProgramInputs:
         """Bring the tables and the pools up to date, and send what the step needs, whose trees have room for `forced`
         nodes that grammars force.
         """
         staging = Staging(self._device)
-        if order.adjustings or Mode.ADJUSTED in order.mode:
+        if order.adjustings or SamplingMode.ADJUSTED in order.mode:
             self._adjusting.adjustments.make()
         finals = [chunk.row for chunk in order.chunks if chunk.final] + [self.idle_row] * order.idle_finals
         staging.add("rows", [decode.row for decode in order.decodes] + finals)
         if order.chunks:
             _stage_prompt(order, staging, self.idle_row)
-        if Mode.PROMPT_LOGPROBS in order.mode:
+        if SamplingMode.PROMPT_LOGPROBS in order.mode:
             staging.add("scored", _scored(order.chunks))
         inputs = len(staging)
         changes = bool(order.lens or order.copies or order.writes or order.samplings)
@@ -96,9 +96,9 @@ class Assembler:
         positions = max((longest, *(stop for _, stop in chunks))) + self._beyond
         for runner in self._runners:
             runner.prepare(bounds, positions)
-        return Inputs(sent, len(order.decodes), order.mode, forced, self._turn)
+        return ProgramInputs(sent, len(order.decodes), order.mode, forced, self._turn)
 
-    def _change(self, order: Order, changes: dict[str, Tensor]) -> None:
+    def _change(self, order: StepInput, changes: dict[str, Tensor]) -> None:
         if order.writes:
             self._table.apply(changes["cleared"], changes["written"].view(3, -1))
         if order.samplings:
@@ -110,7 +110,7 @@ class Assembler:
             for memory in self._slots:
                 memory.move_kv_cache(*changes["copies"].view(2, -1))
 
-    def batch(self, inputs: Inputs) -> Batch:
+    def batch(self, inputs: ProgramInputs) -> Batch:
         """The batch of a step."""
         sent = inputs.sent.lists()
         rows = sent["rows"]
@@ -122,20 +122,20 @@ class Assembler:
             decode_rows=decode_rows,
             seq_lens=seq_lens,
             window=self._table.slots(decode_rows[:, None], seq_lens[:, None] + ahead),
-            sampling=self._sampling.take(rows, Mode.NOISY in inputs.mode, Mode.FILTERED in inputs.mode),
+            sampling=self._sampling.take(rows, SamplingMode.NOISY in inputs.mode, SamplingMode.FILTERED in inputs.mode),
             prompt=self._prompt(sent) if "tokens" in sent else self._no_prompt,
             mode=inputs.mode,
             scored=sent.get("scored"),
         )
 
-    def _prompt(self, sent: dict[str, Tensor]) -> PromptRows:
-        return PromptRows(
+    def _prompt(self, sent: dict[str, Tensor]) -> PromptBatch:
+        return PromptBatch(
             rows=sent["token rows"],
             token_ids=sent["tokens"],
             next_ids=sent["next"],
             positions=sent["positions"],
             write=self._table.slots(sent["token rows"], sent["positions"]),
-            text=Text(sent["chunk rows"], sent["starts"], sent["indptr"]),
+            text=PromptRows(sent["chunk rows"], sent["starts"], sent["indptr"]),
             final_rows=sent["final rows"],
             final_lens=sent["final lens"],
         )
@@ -155,7 +155,7 @@ def _stage_writes(writes: Ordered[PageWrite], staging: Staging) -> None:
     staging.add("written", (number for column in zip(*writes[len(cleared) :], strict=True) for number in column))
 
 
-def _stage_prompt(order: Order, staging: Staging, idle_row: int) -> None:
+def _stage_prompt(order: StepInput, staging: Staging, idle_row: int) -> None:
     chunks, idle = order.chunks, order.idle_finals
     empty = max(0, order.chunk_places - len(chunks))
     tokens: list[int] = []

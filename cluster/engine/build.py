@@ -14,14 +14,14 @@ from cluster.config import LONGEST_CONTEXT, ConfigError, EngineConfig
 from cluster.config.tree_shape import tiers
 from cluster.device.timing import timer_of
 from cluster.distributed.mesh import Mesh, Rendezvous, Store, join
-from cluster.distributed.watchdog import Watch
+from cluster.distributed.watchdog import DeviceWatchdog
 from cluster.dp_attention.coordinator import Coordinator
 from cluster.dp_attention.plan import PlanRule
 from cluster.engine.assembler import Assembler, positions_beyond
 from cluster.engine.calibrate import measure_pace
 from cluster.engine.captures import Captures, capture_decoding, captures_of
 from cluster.engine.draft_sample import check_sample
-from cluster.engine.engine import Engine, Parts
+from cluster.engine.engine import Engine, EngineParts
 from cluster.engine.grammars import LateMatchers
 from cluster.engine.host_memory import keep_freed
 from cluster.engine.lockstep import Lockstep
@@ -37,14 +37,14 @@ from cluster.kv.device_memory import DeviceMemory, memory_of
 from cluster.kv.pool import SlotMemory
 from cluster.models.runner import DraftRunner, TargetRunner
 from cluster.observability.metrics import EngineMetrics
-from cluster.observability.step_times import Pace
-from cluster.sampling.backends import chooser_of
+from cluster.observability.step_times import StepTimes
+from cluster.sampling.backends import sampler_of
 from cluster.sampling.grammars import GrammarTable
-from cluster.sampling.logits_processor import AdjustTables
+from cluster.sampling.logits_processor import LogitsTables
 from cluster.sampling.parameters import SamplingTable
-from cluster.sampling.penalties import AdjustmentTable
-from cluster.sampling.token_bitmask import bars_of
-from cluster.sampling.torch_sampler import Chooser
+from cluster.sampling.penalties import PenaltyTable
+from cluster.sampling.token_bitmask import bitmask_of
+from cluster.sampling.torch_sampler import Sampler
 from cluster.spec.backends import TreeBackend, tree_backend_of
 from cluster.spec.draft import Draft, EagleDraft, NoDraft
 from cluster.spec.inputs import EagleDraftInput
@@ -61,7 +61,7 @@ GPU_FORCED_ROWS, CPU_FORCED_ROWS = 256, 4  # that a step may spend on what gramm
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class EnginePlan:
     """What an engine is assembled from; `context_length` is the most tokens of one request. `weights` are the bytes of
     the models on a device with memory of its own, `device_memory`.
     """
@@ -80,9 +80,9 @@ class Prepared:
         return self.models.resolved
 
     @property
-    def chooser(self) -> Chooser:
+    def sampler(self) -> Sampler:
         """What chooses from logits, by the same kernels as the models."""
-        return chooser_of(self.models.kernels)
+        return sampler_of(self.models.kernels)
 
     @property
     def trees(self) -> TreeBackend:
@@ -95,7 +95,7 @@ class Prepared:
         if not runners:
             return NoDraft()
         model = runners[0].model
-        ranking = CoupledRanking(model.target_ids, topk, model.own_ids, self.chooser)
+        ranking = CoupledRanking(model.target_ids, topk, model.own_ids, self.sampler)
         if len(runners) == 1:
             return EagleDraft(runners[0], ranking, self.trees.sprout)
         return MultiLayerDraft(runners, ranking, self.memory.cache.table, self.trees.sprout)
@@ -111,7 +111,7 @@ def build_engine(config: EngineConfig) -> Engine:
     return engine_of(prepared, prepared.draft())
 
 
-def prepare_alone(config: EngineConfig, memory: DeviceMemory | None = None) -> Prepared:
+def prepare_alone(config: EngineConfig, memory: DeviceMemory | None = None) -> EnginePlan:
     """Prepare an engine in a world of one; `engine_of` completes it, with any draft. `memory` is the device's, if it is
     not to be asked for it. What `config` names on a hub is downloaded, once the settings alone have been checked.
 
@@ -125,7 +125,7 @@ def prepare_alone(config: EngineConfig, memory: DeviceMemory | None = None) -> P
     return prepare(resolve_models(fetch(config)), Mesh(), device, memory)
 
 
-def engine_of(prepared: Prepared, draft: Draft) -> Engine:
+def engine_of(prepared: EnginePlan, draft: Draft) -> Engine:
     """The engine of a world of one that drafts with `draft`.
 
     Raises:
@@ -159,7 +159,9 @@ def build_rank(config: EngineConfig, rank: int, rendezvous: Rendezvous | None, s
     return assemble(prepared, prepared.draft())
 
 
-def prepare(resolved: ResolvedModels, mesh: Mesh, device: torch.device, memory: DeviceMemory | None = None) -> Prepared:
+def prepare(
+    resolved: ResolvedModels, mesh: Mesh, device: torch.device, memory: DeviceMemory | None = None
+) -> EnginePlan:
     """Load the models of one rank and allocate its memory, together with its peers. On a device with memory of its own,
     KV caches get what weights and the largest steps leave, which is measured.
 
@@ -179,7 +181,7 @@ def prepare(resolved: ResolvedModels, mesh: Mesh, device: torch.device, memory: 
         models = fitting(lambda: load_models(resolved, mesh, device, kernels, deepest), memory, "the weights", remedy)
         weights = max(0, before - memory.free())  # others may have given some back
     pools = allocated(models, mesh, device, context_length, memory, weights)
-    return Prepared(mesh, device, context_length, models, pools, memory, weights)
+    return EnginePlan(mesh, device, context_length, models, pools, memory, weights)
 
 
 def allocated(
@@ -200,7 +202,7 @@ def allocated(
         return allocate(models, mesh, device, context_length)
 
     def trial(models: RankModels, pools: RankMemory) -> Lockstep:
-        prepared = Prepared(mesh, device, context_length, models, pools)
+        prepared = EnginePlan(mesh, device, context_length, models, pools)
         return _lockstep(prepared, prepared.draft(), captures_of(models.resolved.config, device, models, mesh))
 
     needs = measured_needs(models, mesh, device, context_length, memory, weights, trial)
@@ -208,7 +210,7 @@ def allocated(
     return fitting(lambda: allocate(models, mesh, device, context_length, needs), memory, "KV caches", remedy)
 
 
-def assemble(prepared: Prepared, draft: Draft) -> Rank:
+def assemble(prepared: EnginePlan, draft: Draft) -> Rank:
     """One rank's engine on its mesh: an `Engine` where it leads its attention group, else a `Follower`.
 
     Raises:
@@ -241,7 +243,7 @@ def assemble(prepared: Prepared, draft: Draft) -> Rank:
     if not mesh.leads:
         return Follower(lockstep, metrics, info)
     return Engine(
-        Parts(
+        EngineParts(
             config=resolved.config,
             arch=resolved.target,
             shape=resolved.shape,
@@ -257,7 +259,7 @@ def assemble(prepared: Prepared, draft: Draft) -> Rank:
     )
 
 
-def _lockstep(prepared: Prepared, draft: Draft, captures: Captures | None) -> Lockstep:
+def _lockstep(prepared: EnginePlan, draft: Draft, captures: Captures | None) -> Lockstep:
     """This rank's side of the gang's steps: the step, its coordinator and exchange, and the tables that it reads."""
     mesh, device, models, memory = prepared.mesh, prepared.device, prepared.models, prepared.memory
     config, shape, dtype = prepared.resolved.config, prepared.resolved.shape, models.dtype
@@ -271,8 +273,8 @@ def _lockstep(prepared: Prepared, draft: Draft, captures: Captures | None) -> Lo
     table, target = memory.cache.table, prepared.resolved.target
     vocab, turns = target.vocab_size, 1 if models.kernels.flashinfer is None else 2
     matchers = LateMatchers(config.tokenizer_path or config.model_path, vocab, target.eos_token_ids)
-    grammars = GrammarTable(vocab, matchers, bars_of(models.kernels.library))
-    adjusting = AdjustTables(AdjustmentTable(rows, vocab, dtype, device), grammars)
+    grammars = GrammarTable(vocab, matchers, bitmask_of(models.kernels.library))
+    adjusting = LogitsTables(PenaltyTable(rows, vocab, dtype, device), grammars)
     gpu, forced_rows = device.type == "cuda", config.speculative_forced_rows
     forced_rows = (GPU_FORCED_ROWS if gpu else CPU_FORCED_ROWS) if forced_rows is None else forced_rows
     apart = config.ep_size > 1
@@ -290,7 +292,7 @@ def _lockstep(prepared: Prepared, draft: Draft, captures: Captures | None) -> Lo
                 table,
                 adjusting,
                 mesh.enter,
-                prepared.chooser,
+                prepared.sampler,
                 prepared.trees.accept,
             ),
             models.exchange,
@@ -298,7 +300,7 @@ def _lockstep(prepared: Prepared, draft: Draft, captures: Captures | None) -> Lo
             None if captures is None else captures.capture,
         ),
         shapes=shapes,
-        watch=Watch(mesh, timer_of(device)),
+        watch=DeviceWatchdog(mesh, timer_of(device)),
         lag=_lag(config, device),
         debug=config.debug_lockstep,
     )
@@ -309,13 +311,13 @@ def _lag(config: EngineConfig, device: torch.device) -> int:
     return int(config.overlap and device.type == "cuda")
 
 
-def _check_sample(prepared: Prepared, lockstep: Lockstep) -> None:
+def _check_sample(prepared: EnginePlan, lockstep: Lockstep) -> None:
     sample, config = prepared.resolved.sample, prepared.resolved.config
     if sample is not None and prepared.memory.draft_runner_list:
         check_sample(sample, config, lockstep, prepared.memory.cache, prepared.context_length)
 
 
-def _pace(prepared: Prepared, lockstep: Lockstep) -> Pace | None:
+def _pace(prepared: EnginePlan, lockstep: Lockstep) -> StepTimes | None:
     """The measured pace; None where `mixed_prefill_size` replaces it."""
     config = prepared.resolved.config
     if config.mixed_prefill_size is not None:
@@ -361,7 +363,7 @@ def _tokenizer(config: EngineConfig) -> TextTokenizer | None:
     return TextTokenizer.load(folder)
 
 
-def _info(prepared: Prepared, pace: Pace | None, captured: CaptureInfo | None) -> RankInfo:
+def _info(prepared: EnginePlan, pace: StepTimes | None, captured: CaptureInfo | None) -> RankInfo:
     resolved, memory, mesh = prepared.resolved, prepared.memory, prepared.mesh
     config, shape, pages = resolved.config, resolved.shape, memory.cache.total
     tokens, kept = pages * config.page_size, str(prepared.models.dtype).removeprefix("torch.")

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
-from cluster.batch import Decode, Order, PromptChunk, Sampling
+from cluster.batch import DecodeRequest, PromptChunk, RowSampling, StepInput
 from cluster.config import EngineConfig
 from cluster.engine.lockstep import Lockstep
 from cluster.kv.cache import KVCache, Lease
-from cluster.observability.step_times import Curve, Pace
+from cluster.observability.step_times import Curve, StepTimes
 
 MOST_ROWS = 4096  # no measured step has more prompt rows
 ROUNDS, ENOUGH_S = 6, 3.0  # at most so many rounds, and no further one after so many seconds
@@ -27,7 +27,7 @@ DEEP = 8192  # length of the prefix with which reading it is measured, by a sing
 SHALLOW = 128  # shorter prefixes are not measured: what they add is less than the clock's noise
 
 
-class Load(NamedTuple):
+class TrialLoad(NamedTuple):
     """A step to be timed. In every group `decodes` requests decode, with `committed` tokens each; besides, one group,
     or every group if `crowd`, runs `rows` prompt rows that follow `start` tokens.
     """
@@ -39,7 +39,7 @@ class Load(NamedTuple):
     crowd: bool = False
 
 
-class Limits(NamedTuple):
+class StepLimits(NamedTuple):
     """The largest step that can be measured: decoding requests, prompt rows, and tokens of one request."""
 
     decodes: int
@@ -47,12 +47,12 @@ class Limits(NamedTuple):
     tokens: int
 
 
-def measure_pace(lockstep: Lockstep, cache: KVCache, config: EngineConfig, context: int, vocab_size: int) -> Pace:
+def measure_pace(lockstep: Lockstep, cache: KVCache, config: EngineConfig, context: int, vocab_size: int) -> StepTimes:
     """The pace of this gang, the same on every rank; all ranks must call this, with an empty cache."""
     shape = lockstep.shapes[-1]
     length = min(context, cache.total * cache.page_size - shape.window)
     budget = config.chunked_prefill_size if config.chunked_prefill_size > 0 else MOST_ROWS
-    limits = Limits(config.max_running_requests, max(1, min(budget, MOST_ROWS, length // 2)), length)
+    limits = StepLimits(config.max_running_requests, max(1, min(budget, MOST_ROWS, length // 2)), length)
     length = min(length, DEEP + limits.rows)
     tokens = tuple(STRIDE * index % vocab_size for index in range(length + 1))
     trial = _Trial(lockstep, config, tokens)
@@ -60,7 +60,7 @@ def measure_pace(lockstep: Lockstep, cache: KVCache, config: EngineConfig, conte
         lease = cache.open(tokens, length + shape.window)
         assert lease is not None, "an empty cache holds a request"
         trial.begin(cache, lease)
-    trial.run(Load(1, rows=1))  # warm-up: what is initialised on first use
+    trial.run(TrialLoad(1, rows=1))  # warm-up: what is initialised on first use
     given = (limits, config.prefill_share, shape.num_draft_tokens, lockstep.mesh.attn_dp)
     pace = fit(trial.time, *given)
     for _ in range(ROUNDS - 1):
@@ -84,17 +84,17 @@ class _Trial:
     tokens: tuple[int, ...]
     lease: Lease | None = None
     spent: float = 0.0
-    best: dict[Load, float] = field(default_factory=dict)
-    _first: Order = field(default=Order())
+    best: dict[TrialLoad, float] = field(default_factory=dict)
+    _first: StepInput = field(default=StepInput())
 
     def begin(self, cache: KVCache, lease: Lease) -> None:
         """Use `lease`; the first order tells followers of it."""
         self.lease = lease
-        greedy = Sampling(lease.row, 0.0, 0, 1.0, 0.0, 0)
-        self._first = Order(samplings=(greedy,), writes=cache.table.unsent)
+        greedy = RowSampling(lease.row, 0.0, 0, 1.0, 0.0, 0)
+        self._first = StepInput(samplings=(greedy,), writes=cache.table.unsent)
         cache.table.sent()
 
-    def time(self, load: Load) -> float:
+    def time(self, load: TrialLoad) -> float:
         """The best time so far of a step with this load, in microseconds, the same on every rank."""
         if load not in self.best:
             self.best[load] = self._everyones(self.run(load))
@@ -111,13 +111,13 @@ class _Trial:
         self.spent += slowest / 1e6
         return max(1.0, slowest)
 
-    def run(self, load: Load) -> float:
+    def run(self, load: TrialLoad) -> float:
         """Run a step with this load; returns its seconds on this rank."""
-        order, deepest = Order(), len(self.lockstep.shapes) - 1
+        order, deepest = StepInput(), len(self.lockstep.shapes) - 1
         if self.lease is not None:
-            order, self._first = self._first, Order()
+            order, self._first = self._first, StepInput()
             at = (self.lease.row, load.committed)
-            order = order._replace(decodes=(Decode(*at, load.committed),) * load.decodes, lens=(at,))
+            order = order._replace(decodes=(DecodeRequest(*at, load.committed),) * load.decodes, lens=(at,))
             if load.rows and (load.crowd or self.lockstep.mesh.dp_rank == 0):
                 stop = load.start + load.rows
                 chunk = PromptChunk(self.lease.row, load.start, stop, False, self.tokens[load.start : stop + 1])
@@ -129,35 +129,35 @@ class _Trial:
         return time.perf_counter() - began
 
 
-def fit(time: Callable[[Load], float], limits: Limits, share: float, tree: int, groups: int) -> Pace:
+def fit(time: Callable[[TrialLoad], float], limits: StepLimits, share: float, tree: int, groups: int) -> StepTimes:
     """The pace of a gang of `groups`, fitted to a few steps; `time` measures a step, in microseconds."""
-    alone = time(Load(1))
+    alone = time(TrialLoad(1))
     decode = [(1, alone)]
     while decode[-1][0] < limits.decodes and decode[-1][1] < STEEP * alone:
         more = min(decode[-1][0] * MORE_DECODES, limits.decodes)
-        decode.append((more, time(Load(more))))
+        decode.append((more, time(TrialLoad(more))))
     few = min(ROWS, limits.rows)
-    target = [(tree, alone), (tree + few, time(Load(1, rows=few)))]
+    target = [(tree, alone), (tree + few, time(TrialLoad(1, rows=few)))]
     rows = few
     while rows < limits.rows and (target[-1][1] < STEEP * alone or len(target) == 2):
         rows = min(rows * MORE_ROWS, limits.rows)
-        target.append((tree + rows, time(Load(1, rows=rows))))
+        target.append((tree + rows, time(TrialLoad(1, rows=rows))))
     last = target[-1][1]
 
     crowd = 0.0
     if groups > 1 and last > alone:
-        together = time(Load(1, rows=rows, crowd=True))
+        together = time(TrialLoad(1, rows=rows, crowd=True))
         crowd = min(1.0, max(0.0, (together - last) / (last - alone) / (groups - 1)))
     long, deep = min(LONG, limits.tokens - rows), min(DEEP, limits.tokens - rows)
     token = prefix = pair = 0.0
     if deep >= SHALLOW:
         readers, usual = decode[min(1, len(decode) - 1)]
-        token = max(0.0, time(Load(readers, long)) - usual) / (readers * long)
-        more_one = max(0.0, time(Load(1, rows=1, start=deep)) - time(Load(1, rows=1))) / deep
-        more_rows = max(more_one, (time(Load(1, rows=rows, start=long)) - last) / long)
+        token = max(0.0, time(TrialLoad(readers, long)) - usual) / (readers * long)
+        more_one = max(0.0, time(TrialLoad(1, rows=1, start=deep)) - time(TrialLoad(1, rows=1))) / deep
+        more_rows = max(more_one, (time(TrialLoad(1, rows=rows, start=long)) - last) / long)
         pair = (more_rows - more_one) / (rows - 1) if rows > 1 else more_one
         prefix = max(0.0, more_one - pair)
-    return Pace(share, tree, _rising(decode), token, _rising(target), prefix, pair, crowd, groups)
+    return StepTimes(share, tree, _rising(decode), token, _rising(target), prefix, pair, crowd, groups)
 
 
 def _rising(points: Sequence[tuple[int, float]]) -> Curve:

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from cluster.batch import Decode, Mode, Order
+from cluster.batch import DecodeRequest, SamplingMode, StepInput
 from cluster.capture.buffers import Buffers
 from cluster.capture.cuda_graph import CudaSegments, Graph
 from cluster.capture.tape import Tape
@@ -25,7 +25,7 @@ from cluster.status import CaptureInfo
 
 logger = logging.getLogger(__name__)
 
-MODES = (Mode(0), Mode.NOISY, Mode.NOISY | Mode.FILTERED)
+MODES = (SamplingMode(0), SamplingMode.NOISY, SamplingMode.NOISY | SamplingMode.FILTERED)
 AUTO_BYTES = 1 << 28  # that programs may take where no setting asks for them
 LARGEST = 512  # rows of decoding requests, or of prompts, that a GPU's steps are padded to unless settings say more
 NOT_YET = "graphs of FlashInfer's kernels have not run on a GPU yet; capture on captures steps that decode"
@@ -130,7 +130,7 @@ class Decoding:
 
     requests: int
     num_steps: int
-    mode: Mode
+    mode: SamplingMode
 
 
 def decoding_steps(config: EngineConfig, deepest: TreeShape, buckets: Buckets) -> Iterator[Decoding]:
@@ -149,9 +149,9 @@ def capture_decoding(lockstep: Lockstep, config: EngineConfig, buckets: Buckets)
     """Capture them, with idle requests, before the first request; all ranks must call this."""
     began, programs = time.perf_counter(), lockstep.programs
     for step in decoding_steps(config, lockstep.shapes[-1], buckets):
-        order = Order(decodes=(Decode(programs.assembler.idle_row, 0),) * step.requests, mode=step.mode)
+        order = StepInput(decodes=(DecodeRequest(programs.assembler.idle_row, 0),) * step.requests, mode=step.mode)
         for _ in range(2 * programs.assembler.turns):  # the first run makes what is made once, the second is captured
-            ran = lockstep.run(order if lockstep.mesh.leads else Order(), 0, step.num_steps)
+            ran = lockstep.run(order if lockstep.mesh.leads else StepInput(), 0, step.num_steps)
             if ran.output is not None:
                 lockstep.read(ran)
         programs.keep()

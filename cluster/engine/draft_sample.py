@@ -10,7 +10,7 @@ import math
 import torch
 
 from cluster.arch.draft.sample import FILE, Sample
-from cluster.batch import Order, PromptChunk, Sampling
+from cluster.batch import PromptChunk, RowSampling, StepInput
 from cluster.config import ConfigError, EngineConfig
 from cluster.engine.lockstep import Lockstep
 from cluster.kv.cache import KVCache
@@ -33,13 +33,13 @@ def take_sample(tokens: tuple[int, ...], lockstep: Lockstep, cache: KVCache) -> 
     """
     deepest = len(lockstep.shapes) - 1
     if not lockstep.mesh.leads:
-        lockstep.read(lockstep.run(Order(), 0, deepest))
+        lockstep.read(lockstep.run(StepInput(), 0, deepest))
         return None
     lease = cache.open(tokens, len(tokens) + lockstep.shapes[-1].window)
     assert lease is not None, "an empty cache holds a request"
     chunk = PromptChunk(lease.row, 0, len(tokens), True, tokens)
-    greedy = Sampling(lease.row, 0.0, 0, 1.0, 0.0, 0)
-    order = Order(chunks=(chunk,), samplings=(greedy,), writes=cache.table.unsent)
+    greedy = RowSampling(lease.row, 0.0, 0, 1.0, 0.0, 0)
+    order = StepInput(chunks=(chunk,), samplings=(greedy,), writes=cache.table.unsent)
     lockstep.read(lockstep.run(order, 1, deepest))
     cache.table.sent()
     cache.close(lease, tokens, 0)

@@ -13,16 +13,16 @@ from cluster.engine.draft_sample import take_sample
 from cluster.engine.draft_watch import DraftWatch
 from cluster.engine.finish import FinishCheck
 from cluster.engine.lockstep import Lockstep
-from cluster.engine.rank import Flight, Landed, Rank, StepResult
+from cluster.engine.rank import Rank, ReadStep, StepInFlight, StepResult
 from cluster.engine.request_times import RequestTimes
 from cluster.engine.scheduler import Chunk, Schedule, Scheduler
-from cluster.engine.sequence import Sequence
+from cluster.engine.sequence import RequestState
 from cluster.kv.cache import KVCache, Lease
 from cluster.observability.metrics import EngineMetrics, StepStats
-from cluster.request import ErrorCode, Request, RequestOutput, Seeds, TokenLogprob
+from cluster.request import ErrorCode, Request, Seeds, SequenceOutput, TokenLogprob
 from cluster.sampling.sampler import Logprobs
 from cluster.spec.inputs import EagleDraftInput
-from cluster.spec.result import Decided
+from cluster.spec.result import StepDecisions
 from cluster.status import EngineStatus, RankInfo
 from cluster.tokenizer.tokenizer import TextTokenizer
 
@@ -42,7 +42,7 @@ TOO_SLOW = (
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class EngineParts:
     """What an `Engine` consists of; `cluster.engine.build` assembles it."""
 
     config: EngineConfig
@@ -61,13 +61,13 @@ class Parts:
 class Engine(Rank):
     """The engine of a rank that takes requests: the leader, and often the only rank, of its attention group."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: EngineParts) -> None:
         super().__init__(parts.lockstep, parts.metrics, parts.info)
         self.config, self.tokenizer = parts.config, parts.tokenizer
         self._p = parts
-        self._sequences: dict[str, Sequence] = {}
+        self._sequences: dict[str, RequestState] = {}
         self._seeds = Seeds(parts.config.random_seed)
-        self._over: list[RequestOutput] = []
+        self._over: list[SequenceOutput] = []
         self._trees = self._tree_tokens = self._anew = 0
         self._busiest = self._prefilling = self._submitted = 0
         draft = parts.info.draft
@@ -124,12 +124,12 @@ class Engine(Rank):
         if request.resumed_tokens:
             cut = finish.cut(ids[prompt_len:], params.max_tokens)
             if cut.reason is not None:
-                self._over.append(RequestOutput(request.request_id, (), (), cut.reason, cut.stop_reason))
+                self._over.append(SequenceOutput(request.request_id, (), (), cut.reason, cut.stop_reason))
                 RequestTimes().finish(self.metrics, cut.reason)
                 return
         request = self._seeds.fill(request)
         shape = p.shape if params.grammar is None else p.shape.forcing()
-        sequence = Sequence(request, finish, list(ids), prompt_len, [0] * (shape.num_steps + 1))
+        sequence = RequestState(request, finish, list(ids), prompt_len, [0] * (shape.num_steps + 1))
         self._sequences[request.request_id] = sequence
         p.scheduler.waiting.append(sequence)
 
@@ -163,7 +163,7 @@ class Engine(Rank):
             p.cache.table.sent()
             schedule.begin(ran.shape)
         seconds = {"schedule": scheduled - began, "agree": ran.agreed}
-        landed = self._begin(Flight(schedule, ran, began, seconds, p.watch.split()))
+        landed = self._begin(StepInFlight(schedule, ran, began, seconds, p.watch.split()))
         outputs, self._over = self._over, []
         if landed is not None:
             return self._landed(landed, outputs)
@@ -172,7 +172,7 @@ class Engine(Rank):
             self.metrics.observe_step(stats)
         return StepResult(tuple(outputs), stats)
 
-    def _landed(self, landed: Landed, outputs: list[RequestOutput]) -> StepResult:
+    def _landed(self, landed: ReadStep, outputs: list[SequenceOutput]) -> StepResult:
         """Commit a step whose results were read; `outputs` come before its own."""
         schedule, ran = landed.flight.schedule, landed.flight.ran
         began = time.perf_counter()
@@ -218,11 +218,11 @@ class Engine(Rank):
         self._p.cache.check()
 
     def _commit(
-        self, schedule: Schedule, given: Decided, shape: TreeShape
-    ) -> tuple[list[RequestOutput], list[tuple[int, int]]]:
+        self, schedule: Schedule, given: StepDecisions, shape: TreeShape
+    ) -> tuple[list[SequenceOutput], list[tuple[int, int]]]:
         """Commit what the step gave; returns its outputs, and of each verified tree the accept length and its nodes."""
         width, nodes = shape.num_steps + 1, shape.num_draft_tokens - 1
-        outputs: list[RequestOutput] = []
+        outputs: list[SequenceOutput] = []
         trees: list[tuple[int, int]] = []
         for i, (sequence, lease) in enumerate(schedule.decodes):
             if sequence.lease is not lease:  # ended, aborted or retracted since the step began
@@ -259,14 +259,14 @@ class Engine(Rank):
         return outputs, trees
 
     @staticmethod
-    def _sound_chunks(schedule: Schedule, given: Decided) -> list[bool]:
+    def _sound_chunks(schedule: Schedule, given: StepDecisions) -> list[bool]:
         """Whether all rows of each chunk are finite; the rows of idle chunks, which come first, are skipped."""
         rows = given.sound
         idle = len(rows) - schedule.prompt_rows
         ends = list(accumulate((chunk.stop - chunk.start for chunk in schedule.chunks), initial=idle))
         return [all(rows[start:end]) for start, end in pairwise(ends)]
 
-    def _extend(self, sequence: Sequence, run: list[int], given: Decided, row: int) -> RequestOutput:
+    def _extend(self, sequence: RequestState, run: list[int], given: StepDecisions, row: int) -> SequenceOutput:
         """Append a run to its request, cut where the request ends; `row` is its first row of log-probabilities."""
         cut = sequence.finish.cut(run, sequence.room)
         kept = run[: cut.kept]
@@ -277,7 +277,7 @@ class Engine(Rank):
         logprobs: tuple[TokenLogprob, ...] = ()
         if wanted is not None and kept:  # a chunk that is not the last draws none, and its step may have had none made
             logprobs = tuple(_logprobs(given.logprobs, row, kept, wanted))
-        return RequestOutput(
+        return SequenceOutput(
             request_id=sequence.request.request_id,
             token_ids=tuple(kept),
             logprobs=logprobs,
@@ -287,7 +287,7 @@ class Engine(Rank):
             prompt_logprobs=sequence.tell_scores() if sequence.scores else (),
         )
 
-    def _fault(self, sequence: Sequence, lease: Lease, sound: bool) -> tuple[ErrorCode, str] | None:
+    def _fault(self, sequence: RequestState, lease: Lease, sound: bool) -> tuple[ErrorCode, str] | None:
         """Why a request cannot go on, with the words for it; `sound`: its numbers are finite."""
         constrained = sequence.request.params.grammar is not None
         if not sound:
@@ -295,8 +295,8 @@ class Engine(Rank):
         return ("slow_grammar", TOO_SLOW) if constrained and self._p.lockstep.grammars.slow(lease.row) else None
 
     def _settled(
-        self, sequence: Sequence, output: RequestOutput, fault: tuple[ErrorCode, str] | None
-    ) -> list[RequestOutput]:
+        self, sequence: RequestState, output: SequenceOutput, fault: tuple[ErrorCode, str] | None
+    ) -> list[SequenceOutput]:
         """The outputs of one request in a step. A request that ends, by this output or by a `fault`, is released, and
         its last output gets the speculation counts and the error.
         """
@@ -312,11 +312,11 @@ class Engine(Rank):
         name, cached = output.request_id, output.cached_tokens
         code, words = fault
         error = words.format(name=name, at=len(sequence.tokens), dtype=self._p.info.dtype)
-        end = RequestOutput(name, (), (), "error", None, cached, counts, error, code)
+        end = SequenceOutput(name, (), (), "error", None, cached, counts, error, code)
         return [output, end] if output.token_ids else [end]
 
     def _stats(
-        self, landed: Landed, trees: list[tuple[int, int]], seconds: dict[str, float], outputs: list[RequestOutput]
+        self, landed: ReadStep, trees: list[tuple[int, int]], seconds: dict[str, float], outputs: list[SequenceOutput]
     ) -> StepStats:
         lens = [accepted for accepted, _ in trees]
         self._trees += len(lens)
@@ -349,7 +349,7 @@ class Engine(Rank):
         )
 
 
-def _score(chunk: Chunk, given: Decided, row: int) -> bool:
+def _score(chunk: Chunk, given: StepDecisions, row: int) -> bool:
     """Note the log-probabilities that a chunk was asked for, from row `row` of all on; says whether they are finite."""
     sequence, wanted = chunk.sequence, chunk.sequence.request.params.prompt_logprobs
     if not chunk.scored or wanted is None or given.scores is None:

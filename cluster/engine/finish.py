@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from cluster.request import FinishReason, SamplingParams
+from cluster.request import FinishReason, RequestParams
 from cluster.tokenizer.tokenizer import IncrementalDetokenizer, StopFinder, TextTokenizer
 
 
@@ -20,7 +20,7 @@ class FinishCheck:
 
     def __init__(
         self,
-        params: SamplingParams,
+        params: RequestParams,
         eos_token_ids: Iterable[int],
         vocab_size: int,
         tokenizer: TextTokenizer | None,

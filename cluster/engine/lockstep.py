@@ -9,12 +9,12 @@ from array import array
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.batch import Order
+from cluster.batch import StepInput
 from cluster.config.tree_shape import TreeShape
 from cluster.device.timing import Spans
 from cluster.device.wait_hook import watched
 from cluster.distributed.mesh import Mesh
-from cluster.distributed.watchdog import Watch
+from cluster.distributed.watchdog import DeviceWatchdog
 from cluster.dp_attention.coordinator import Coordinator
 from cluster.dp_attention.exchange import Exchange
 from cluster.dp_attention.padding import padded
@@ -22,7 +22,7 @@ from cluster.dp_attention.plan import StepPlan
 from cluster.dp_attention.step_input_codec import checksum, pack, unpack
 from cluster.engine.programs import Programs
 from cluster.sampling.grammars import GrammarTable
-from cluster.spec.result import Decided, Results
+from cluster.spec.result import Results, StepDecisions
 from cluster.spec.step import Step
 
 
@@ -58,7 +58,7 @@ class Lockstep:
     exchange: Exchange
     programs: Programs
     shapes: tuple[TreeShape, ...]
-    watch: Watch
+    watch: DeviceWatchdog
     lag: int = 0
     debug: bool = False
     left: bool = False
@@ -78,7 +78,7 @@ class Lockstep:
         """Tell all ranks with the next step that the gang ends."""
         self.leaving = True
 
-    def run(self, order: Order, requests: int, num_steps: int, decode_us: int = 0) -> GangStep:
+    def run(self, order: StepInput, requests: int, num_steps: int, decode_us: int = 0) -> GangStep:
         """Begin one step with the gang; `read` waits for its end. `order` is this group's work, empty on a follower;
         `requests` counts this rank's waiting and running ones, `num_steps` is its vote for the tier, `decode_us` what
         its decoding is to take.
@@ -117,7 +117,7 @@ class Lockstep:
             ended = self.watch.mark()
         return GangStep(plan, shape, output, real, self.mesh.world.clock.split(), agreed, ended)
 
-    def read(self, ran: GangStep) -> Decided:
+    def read(self, ran: GangStep) -> StepDecisions:
         """Wait for the end of a step that has an output. The ranks of a group read after equally many later steps.
 
         Raises:
@@ -132,7 +132,7 @@ class Lockstep:
             self.coordinator.decided(_results(decided, ran.real))
         return decided
 
-    def _run(self, order: Order, words: list[int], plan: StepPlan, shape: TreeShape) -> tuple[int, Results]:
+    def _run(self, order: StepInput, words: list[int], plan: StepPlan, shape: TreeShape) -> tuple[int, Results]:
         mesh = self.mesh
         if mesh.attn.size > 1:
             words = self.exchange.share(words)
@@ -145,7 +145,7 @@ class Lockstep:
         return real, self.programs.run(order, plan, shape)
 
 
-def _results(output: Decided, real: int) -> int:
+def _results(output: StepDecisions, real: int) -> int:
     """A checksum of what a step decided for the first `real` decoding requests, idle ones left out, and for prompts."""
     numbers = [number for row in output.tokens[:real] for number in row]
     return zlib.crc32(array("q", [*numbers, *output.accept_len[:real], *output.first, *output.drawn]))

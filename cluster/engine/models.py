@@ -11,7 +11,7 @@ from cluster.attention.bind import pool_bytes
 from cluster.config import ConfigError
 from cluster.distributed.mesh import Mesh
 from cluster.dp_attention.exchange import Exchange
-from cluster.dp_attention.plan import Apart, Ops
+from cluster.dp_attention.plan import ExpertParallel, Ops
 from cluster.kernels.interface import Kernels
 from cluster.kernels.select import choose_kernels
 from cluster.models.context import WHOLE, ModelContext, Sharding, part_of_experts, where_experts_are
@@ -122,7 +122,7 @@ class RankModels:
         bits = 8 * at_least_float32(self.dtype).itemsize
         sharded = None if self.exchange.shards is None else ShardedHead(columns, bits, self.exchange.wide)
         parts = self.target_context.sharding.experts.size
-        apart = None if moe is None or parts == 1 else Apart(parts, moe.active)
+        apart = None if moe is None or parts == 1 else ExpertParallel(parts, moe.active)
         return Ops(forward, head, width, columns, sharded, apart=apart)
 
 

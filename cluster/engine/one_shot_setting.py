@@ -6,7 +6,7 @@ import torch
 
 from cluster.config import ConfigError, EngineConfig
 from cluster.distributed.mesh import Mesh
-from cluster.distributed.one_shot_all_reduce import OneShot, hold_to_twin
+from cluster.distributed.one_shot_all_reduce import OneShot, check_against_reference
 
 
 def refuse_summing(config: EngineConfig, device: torch.device) -> None:
@@ -31,7 +31,7 @@ def sum_in_one_shot(config: EngineConfig, mesh: Mesh, device: torch.device) -> N
         try:
             one_shot = OneShot(axis.group, axis.size, device)
             ones = [1] * axis.size
-            hold_to_twin(one_shot, axis.rank, axis.all_reduce, partial(axis.gather, counts=ones), device)
+            check_against_reference(one_shot, axis.rank, axis.all_reduce, partial(axis.gather, counts=ones), device)
         except RuntimeError as error:
             raise ConfigError(
                 f"one_shot_all_reduce cannot be had among {axis.size} ranks: {error}; unset it"

@@ -12,15 +12,15 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from cluster.batch import Order
+from cluster.batch import StepInput
 from cluster.capture.recorder import Ahead, Captured, repeated
 from cluster.config.tree_shape import TreeShape
 from cluster.device.timing import timer_of
-from cluster.distributed.progress import Clock
+from cluster.distributed.progress import ProgressClock
 from cluster.dp_attention.exchange import Exchange
-from cluster.dp_attention.plan import Call, Key, StepPlan
-from cluster.engine.assembler import Assembler, Inputs
-from cluster.spec.result import Phases, Results, StepOutput
+from cluster.dp_attention.plan import ProgramKey, ScriptCall, StepPlan
+from cluster.engine.assembler import Assembler, ProgramInputs
+from cluster.spec.result import PhaseTimes, Results, StepOutput
 from cluster.spec.step import Step
 
 logger = logging.getLogger(__name__)
@@ -43,10 +43,10 @@ class Program:
     that these enter; `number` stands for its key in checksums.
     """
 
-    inputs: Inputs
+    inputs: ProgramInputs
     ahead: Ahead
     captured: Captured[StepOutput]
-    calls: tuple[Call, ...]
+    calls: tuple[ScriptCall, ...]
     entered: int
     number: int
 
@@ -55,7 +55,7 @@ class Programs:
     """One rank's step, and the programs captured of it so far: the same keys on every rank, as plans decide them."""
 
     def __init__(
-        self, assembler: Assembler, step: Step, exchange: Exchange, clock: Clock, capture: Capture | None
+        self, assembler: Assembler, step: Step, exchange: Exchange, clock: ProgressClock, capture: Capture | None
     ) -> None:
         """`capture` runs and captures a program; None: nothing is captured, and no plan says so. `clock` counts the
         collectives.
@@ -64,16 +64,16 @@ class Programs:
         self._exchange, self._clock, self._capture = exchange, clock, capture
         device = step.carried.bonus.device
         self._timer, self._kept = timer_of(device), TAPES if device.type == "cpu" else GRAPHS
-        self._started: dict[Key, Program] = {}
-        self._later: OrderedDict[Key, Program] = OrderedDict()
-        self._once: OrderedDict[Key, Ahead] = OrderedDict()
+        self._started: dict[ProgramKey, Program] = {}
+        self._later: OrderedDict[ProgramKey, Program] = OrderedDict()
+        self._once: OrderedDict[ProgramKey, Ahead] = OrderedDict()
         self.checksum = 0
         """One number for the keys that are captured, whatever their order."""
         self.launched_anew = 0
         """Steps whose program was not repeated because of what came ahead of it."""
 
     @property
-    def captured(self) -> dict[Key, Program]:
+    def captured(self) -> dict[ProgramKey, Program]:
         """The captured programs by key."""
         return {**self._started, **self._later}
 
@@ -82,7 +82,7 @@ class Programs:
         self._started.update(self._later)
         self._later.clear()
 
-    def forget(self, key: Key) -> None:
+    def forget(self, key: ProgramKey) -> None:
         """Drop a program."""
         program = self._later.pop(key, None) or self._started.pop(key)
         self.checksum -= program.number
@@ -92,14 +92,14 @@ class Programs:
         for key in self.captured:
             self.forget(key)
 
-    def add(self, key: Key, program: Program) -> None:
+    def add(self, key: ProgramKey, program: Program) -> None:
         """Have a program replayed from now on."""
         self._later[key] = program
         self.checksum += program.number
         if len(self._later) > self._kept * self.assembler.turns:
             self.forget(next(iter(self._later)))
 
-    def run(self, order: Order, plan: StepPlan, shape: TreeShape) -> Results:
+    def run(self, order: StepInput, plan: StepPlan, shape: TreeShape) -> Results:
         """Begin a step of this plan; `order` is padded to it, `shape` are the trees of its tier.
 
         Raises:
@@ -107,7 +107,7 @@ class Programs:
         """
         return Results(self._begun(self.assembler.send(order, shape.forced), plan, shape))
 
-    def _begun(self, inputs: Inputs, plan: StepPlan, shape: TreeShape) -> StepOutput:
+    def _begun(self, inputs: ProgramInputs, plan: StepPlan, shape: TreeShape) -> StepOutput:
         key = plan.key._replace(turn=inputs.turn)
         if self._capture is None or not plan.captured:
             return self._run(inputs, shape)
@@ -129,17 +129,19 @@ class Programs:
             self.launched_anew += 1
         return ready
 
-    def _first(self, key: Key, inputs: Inputs, shape: TreeShape) -> StepOutput:
+    def _first(self, key: ProgramKey, inputs: ProgramInputs, shape: TreeShape) -> StepOutput:
         self._once[key] = ahead = Ahead()
         if len(self._once) > self._kept * self.assembler.turns:
             self._once.popitem(last=False)
         with repeated(ahead):
             return self._run(inputs, shape)
 
-    def _run(self, inputs: Inputs, shape: TreeShape) -> StepOutput:
+    def _run(self, inputs: ProgramInputs, shape: TreeShape) -> StepOutput:
         return self.step.run(self.assembler.batch(inputs), shape)
 
-    def _captured(self, capture: Capture, key: Key, inputs: Inputs, ahead: Ahead, shape: TreeShape) -> StepOutput:
+    def _captured(
+        self, capture: Capture, key: ProgramKey, inputs: ProgramInputs, ahead: Ahead, shape: TreeShape
+    ) -> StepOutput:
         own = replace(inputs, sent=replace(inputs.sent, words=inputs.sent.words.clone()))
         calls, before = self._exchange.rest, self._clock.calls
         with repeated(ahead):
@@ -148,12 +150,12 @@ class Programs:
         self.add(key, Program(own, ahead, captured, calls, self._clock.calls - before, number))
         return captured.output.kept()
 
-    def _replayed(self, program: Program, inputs: Inputs) -> StepOutput:
+    def _replayed(self, program: Program, inputs: ProgramInputs) -> StepOutput:
         self._exchange.replay(program.calls)
         began, before = self._timer.now(), self._clock.calls
         self.step.enter("replay")
         program.inputs.sent.words.copy_(inputs.sent.words)
         program.captured.replay()
         self._clock.replayed(before + program.entered - self._clock.calls)  # a tape has entered them one by one
-        phases = Phases(self._timer, [began, self._timer.now()], ("replay",))
+        phases = PhaseTimes(self._timer, [began, self._timer.now()], ("replay",))
         return replace(program.captured.output.kept(), phases=phases)

@@ -6,13 +6,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from cluster.batch import Order
+from cluster.batch import StepInput
 from cluster.device.timing import Spans
 from cluster.engine.lockstep import GangStep, Lockstep
 from cluster.engine.scheduler import Schedule
 from cluster.observability.metrics import EngineMetrics, StepStats
-from cluster.request import Request, RequestOutput
-from cluster.spec.result import Decided
+from cluster.request import Request, SequenceOutput
+from cluster.spec.result import StepDecisions
 from cluster.status import EngineStatus, RankInfo
 
 
@@ -20,12 +20,12 @@ from cluster.status import EngineStatus, RankInfo
 class StepResult:
     """What one call of `step` read: outputs of the requests that got tokens, and the step that gave them in numbers."""
 
-    outputs: tuple[RequestOutput, ...]
+    outputs: tuple[SequenceOutput, ...]
     stats: StepStats
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class StepInFlight:
     """A step under way: begun, its results not read yet. `seconds` are those of the host's phases before it began,
     `began` when the host turned to it; `forwards` are the spans of its model forwards.
     """
@@ -38,13 +38,13 @@ class Flight:
 
 
 @dataclass(frozen=True, slots=True)
-class Landed:
+class ReadStep:
     """A step whose results were read, after `took` seconds during which no step before it was under way; `own` of them
     this rank spent outside collectives, `waited` inside.
     """
 
-    flight: Flight
-    given: Decided
+    flight: StepInFlight
+    given: StepDecisions
     took: float
     own: float
     waited: float
@@ -62,7 +62,7 @@ class Rank:
         self._steps = self._padded_rows = 0
         self._own_seconds = 0.0
         self._begun: Callable[[tuple[str, ...]], None] = _unheard
-        self._flights: deque[Flight] = deque()
+        self._flights: deque[StepInFlight] = deque()
         self._read_at = 0.0
 
     @property
@@ -144,7 +144,7 @@ class Rank:
         """The resolved settings, JSON-ready, with what was chosen automatically."""
         return self._info
 
-    def _begin(self, flight: Flight) -> Landed | None:
+    def _begin(self, flight: StepInFlight) -> ReadStep | None:
         """Note a step that has begun; returns the one whose results are due now, if any, after waiting for them.
 
         If nothing was run, the device is to be waited for rather than kept busy.
@@ -158,14 +158,14 @@ class Rank:
             return self._land(self._flights.popleft())
         return None
 
-    def _land(self, flight: Flight) -> Landed:
+    def _land(self, flight: StepInFlight) -> ReadStep:
         given = self._lockstep.read(flight.ran)
         before, self._read_at = self._read_at, time.perf_counter()
         took = self._read_at - max(flight.began, before)
         waited = flight.ran.waits.take()
         own = max(0.0, took - waited)  # it may have waited to agree on this step while the one before was under way
         self._own_seconds += own
-        return Landed(flight, given, took, own, waited)
+        return ReadStep(flight, given, took, own, waited)
 
     def _idle_rows(self, ran: GangStep) -> int:
         """Rows of the target phase that this rank computed only to fill the plan."""
@@ -194,8 +194,8 @@ class Follower(Rank):
     def step(self) -> StepResult:
         """Run the leader's batch on this rank's shards."""
         lockstep, began = self._lockstep, time.perf_counter()
-        ran = lockstep.run(Order(), 0, len(lockstep.shapes) - 1)
-        landed = self._begin(Flight(Schedule(), ran, began, {"agree": ran.agreed}))
+        ran = lockstep.run(StepInput(), 0, len(lockstep.shapes) - 1)
+        landed = self._begin(StepInFlight(Schedule(), ran, began, {"agree": ran.agreed}))
         stats = StepStats(rank=lockstep.mesh.rank)
         if landed is not None:
             stats = StepStats(

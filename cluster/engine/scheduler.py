@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
-from cluster.batch import Decode, Mode, Order, PageCopy, PageWrite, PromptChunk
+from cluster.batch import DecodeRequest, PageCopy, PageWrite, PromptChunk, SamplingMode, StepInput
 from cluster.config import EngineConfig
 from cluster.config.tree_shape import TreeShape, tree_shape
 from cluster.engine.pace_correction import Correction
-from cluster.engine.sequence import Sequence
+from cluster.engine.sequence import RequestState
 from cluster.kv.cache import KVCache, Lease, Next
-from cluster.observability.step_times import Bargain, Pace
-from cluster.request import SamplingParams
+from cluster.observability.step_times import PrefillBudget, StepTimes
+from cluster.request import RequestParams
 
 SCORED_ROWS = 512
 """The most prompt rows of a step whose logits are asked for: so many times the vocabulary is held at once."""
@@ -35,7 +35,7 @@ class Chunk:
     The first `scored` rows are asked for the log-probability of the token after them.
     """
 
-    sequence: Sequence
+    sequence: RequestState
     lease: Lease
     start: int
     stop: int
@@ -59,11 +59,11 @@ class Schedule:
     prompt rows. If no request decodes, it is predicted to need `alone_us` for its prompt rows.
     """
 
-    decodes: list[tuple[Sequence, Lease]] = field(default_factory=list)
+    decodes: list[tuple[RequestState, Lease]] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     retracted: int = 0
-    admitted: list[Sequence] = field(default_factory=list)
-    fresh: list[Sequence] = field(default_factory=list)
+    admitted: list[RequestState] = field(default_factory=list)
+    fresh: list[RequestState] = field(default_factory=list)
     copies: tuple[PageCopy, ...] = ()
     decode_us: int = 0
     busy_us: float = 0.0
@@ -75,13 +75,13 @@ class Schedule:
         """c, the prompt rows of the step."""
         return sum(chunk.stop - chunk.start for chunk in self.chunks)
 
-    def order(self, writes: tuple[PageWrite, ...]) -> Order:
+    def order(self, writes: tuple[PageWrite, ...]) -> StepInput:
         """This work as plain values. The chunks are put in order of length, so that equal ones form groups."""
         self.chunks.sort(key=lambda chunk: chunk.stop - chunk.start)
         decodes = [sequence for sequence, _ in self.decodes]
         drawing = decodes + [chunk.sequence for chunk in self.chunks if chunk.final]
-        return Order(
-            decodes=tuple(Decode(lease.row, min(s.reach, s.longest), s.committed) for s, lease in self.decodes),
+        return StepInput(
+            decodes=tuple(DecodeRequest(lease.row, min(s.reach, s.longest), s.committed) for s, lease in self.decodes),
             chunks=tuple(chunk.order() for chunk in self.chunks),
             samplings=tuple(s.sampling() for s in self.admitted),
             adjustings=tuple(s.adjusting() for s in self.admitted if s.request.params.adjustments is not None),
@@ -92,8 +92,8 @@ class Schedule:
         )
 
     @property
-    def _scoring(self) -> Mode:
-        return Mode.PROMPT_LOGPROBS if any(chunk.scored for chunk in self.chunks) else Mode(0)
+    def _scoring(self) -> SamplingMode:
+        return SamplingMode.PROMPT_LOGPROBS if any(chunk.scored for chunk in self.chunks) else SamplingMode(0)
 
     def begin(self, shape: TreeShape) -> None:
         """The step is under way, with trees of this shape."""
@@ -104,17 +104,17 @@ class Schedule:
 
 
 @dataclass(slots=True)
-class Room:
+class RemainingRows:
     """What prompt chunks may still take of a step: `rows` and, with a `pace`, predicted microseconds of `allowance`.
 
     `spent` is the predicted time of the chunks so far, `beside` counts the target rows of the step so far, `prefilling`
-    the other groups that run prompt rows. The `first` chunk gets at least `Pace.least` rows, even if it overdraws the
-    allowance; later steps make up for that. Of the rows, `scored` may be scored.
+    the other groups that run prompt rows. The `first` chunk gets at least `StepTimes.least` rows, even if it overdraws
+    the allowance; later steps make up for that. Of the rows, `scored` may be scored.
     """
 
     rows: int
     allowance: float = 0.0
-    pace: Pace | None = None
+    pace: StepTimes | None = None
     spent: float = 0.0
     beside: int = 0
     prefilling: int = 0
@@ -150,12 +150,12 @@ class Room:
 class Scheduler:
     """The waiting queue and the running list of one rank."""
 
-    def __init__(self, config: EngineConfig, cache: KVCache, window: int, pace: Pace | None = None) -> None:
+    def __init__(self, config: EngineConfig, cache: KVCache, window: int, pace: StepTimes | None = None) -> None:
         """`window` is W, the slots beyond its committed tokens that a decoding request may write in a step. `pace`
         bounds the prompt rows beside decoding requests where `mixed_prefill_size` does not; None leaves them unbounded.
         """
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
+        self.waiting: deque[RequestState] = deque()
+        self.running: list[RequestState] = []
         self._cache, self._window = cache, window
         self._shape = tree_shape(config).forcing()
         self._ahead = cache.pages_for(WORTH_WAITING)
@@ -178,8 +178,8 @@ class Scheduler:
         plan = Schedule()
         self._publish()
         plan.decodes, plan.retracted = self._make_room()
-        bargain = self._bargain(plan, busiest)
-        room = self._room(plan, bargain, busiest, prefilling)
+        prefill_budget = self._prefill_budget(plan, busiest)
+        room = self._room(plan, prefill_budget, busiest, prefilling)
         for sequence in self.running:
             if sequence.prefilling and room.left:
                 self._ride(plan, sequence, room)
@@ -187,8 +187,8 @@ class Scheduler:
             self._admit_waiting(plan, room)
         plan.copies = self._cache.take_copies()
         self._overdrawn = min(0.0, room.allowance)
-        if bargain is not None:
-            plan.busy_us, plan.rows_us = bargain.busy, room.spent
+        if prefill_budget is not None:
+            plan.busy_us, plan.rows_us = prefill_budget.busy, room.spent
         elif self._pace is not None and plan.chunks:
             costs = (self._pace.cost(0, chunk.start, chunk.stop - chunk.start, prefilling) for chunk in plan.chunks)
             plan.alone_us = self._pace.fixed + sum(costs)
@@ -209,39 +209,43 @@ class Scheduler:
         elif plan.rows_us:
             self.correction.prompted(plan.busy_us, plan.rows_us, took_us)
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, sequence: RequestState) -> None:
         """Forget a request, waiting or running; its committed pages go to the radix tree."""
         if sequence.lease is None:
             self.waiting.remove(sequence)
             return
         self._stop(sequence, sequence.committed)
 
-    def discard(self, sequence: Sequence) -> None:
+    def discard(self, sequence: RequestState) -> None:
         """Forget a running request and all it computed: none of its pages enter the radix tree."""
         self._stop(sequence, 0)
 
-    def _stop(self, sequence: Sequence, sound: int) -> None:
+    def _stop(self, sequence: RequestState, sound: int) -> None:
         """Stop running a request, of whose tokens the first `sound` have KV that others may read."""
         assert sequence.lease is not None, "only a running request has a lease"
         self.running.remove(sequence)
         self._cache.close(sequence.lease, sequence.tokens, sound)
         sequence.leave()
 
-    def _bargain(self, plan: Schedule, busiest: int) -> Bargain | None:
+    def _prefill_budget(self, plan: Schedule, busiest: int) -> PrefillBudget | None:
         """What decoding takes of the step and leaves to prompts; None where no request decodes or no pace is kept."""
         committed, pace = [s.reach for s, _ in plan.decodes], self._pace
         plan.decode_us = len(committed) if pace is None else int(pace.decoding(committed)) if committed else 0
-        return pace.bargain(committed, busiest) if pace is not None and (committed or busiest) else None
+        return pace.prefill_budget(committed, busiest) if pace is not None and (committed or busiest) else None
 
-    def _room(self, plan: Schedule, bargain: Bargain | None, busiest: int, prefilling: int) -> Room:
+    def _room(
+        self, plan: Schedule, prefill_budget: PrefillBudget | None, busiest: int, prefilling: int
+    ) -> RemainingRows:
         if not plan.decodes and not busiest:
-            return Room(self._budget)
-        if bargain is None or self._pace is None:
-            return Room(self._mixed_budget)
-        allowance = bargain.allowance / self.correction.dearer.value + self._overdrawn
-        return Room(self._mixed_budget, allowance, self._pace, 0.0, len(plan.decodes) * self._pace.tree, prefilling)
+            return RemainingRows(self._budget)
+        if prefill_budget is None or self._pace is None:
+            return RemainingRows(self._mixed_budget)
+        allowance = prefill_budget.allowance / self.correction.dearer.value + self._overdrawn
+        return RemainingRows(
+            self._mixed_budget, allowance, self._pace, 0.0, len(plan.decodes) * self._pace.tree, prefilling
+        )
 
-    def _ride(self, plan: Schedule, sequence: Sequence, room: Room) -> None:
+    def _ride(self, plan: Schedule, sequence: RequestState, room: RemainingRows) -> None:
         start, end = sequence.reach, len(sequence.tokens)
         if sequence.scores_left(start, end):
             if not room.scored:
@@ -253,11 +257,11 @@ class Scheduler:
             room.scored -= scored
             plan.chunks.append(Chunk(sequence, sequence.lease, start, stop, stop == len(sequence.tokens), scored))
 
-    def _decoding(self) -> list[tuple[Sequence, Lease]]:
+    def _decoding(self) -> list[tuple[RequestState, Lease]]:
         """The requests that decode in the next step, but for those that end with the steps under way."""
         return [(s, s.lease) for s in self.running if s.lease is not None and not (s.prefilling or s.ends)]
 
-    def _make_room(self) -> tuple[list[tuple[Sequence, Lease]], int]:
+    def _make_room(self) -> tuple[list[tuple[RequestState, Lease]], int]:
         """Grow the window of every request that is to decode, retracting from the end of the running list if need be;
         returns those that decode, and how many were retracted.
         """
@@ -270,11 +274,11 @@ class Scheduler:
             self._retract(self.running[-1])
             retracted += 1
 
-    def _window_of(self, sequence: Sequence) -> int:
+    def _window_of(self, sequence: RequestState) -> int:
         """The slots that a step may write for a request; those with a grammar may have forced nodes."""
         return self._window if sequence.request.params.grammar is None else max(self._window, self._shape.window)
 
-    def _retract(self, sequence: Sequence) -> None:
+    def _retract(self, sequence: RequestState) -> None:
         self.release(sequence)
         self.waiting.appendleft(sequence)
 
@@ -284,7 +288,7 @@ class Scheduler:
             if sequence.lease is not None:
                 self._cache.publish(sequence.lease, sequence.tokens, sequence.committed)
 
-    def _admit_waiting(self, plan: Schedule, room: Room) -> None:
+    def _admit_waiting(self, plan: Schedule, room: RemainingRows) -> None:
         """Admit in order of arrival, as long as there are pages, and at least a row of the step for each."""
         coming = {self._next(s) for s in self.running if not s.known} - {None}
         spare = sum(map(self._growth, self.running))
@@ -309,11 +313,11 @@ class Scheduler:
             plan.admitted.append(sequence)
             self._ride(plan, sequence, room)
 
-    def _next(self, sequence: Sequence) -> Next | None:
+    def _next(self, sequence: RequestState) -> Next | None:
         """The pages that this request is going to compute next, as many as are worth waiting for."""
         return self._cache.next(sequence.tokens, self._ahead, sequence.lease, sequence.request.cache_salt)
 
-    def _growth(self, sequence: Sequence) -> int:
+    def _growth(self, sequence: RequestState) -> int:
         """The most pages that a running request may take before its next step: the step that now begins commits at most
         S + 1 tokens, and leaves the request running only if it may generate more.
         """
@@ -324,7 +328,7 @@ class Scheduler:
             most = min(sequence.reach + sequence.most_of(self._shape), sequence.longest)
         return max(0, self._cache.pages_for(most + self._window_of(sequence)) - sequence.lease.pages)
 
-    def _admit(self, sequence: Sequence, spare: int) -> bool:
+    def _admit(self, sequence: RequestState, spare: int) -> bool:
         """Open a lease that leaves `spare` pages free, and those for its own first window, so that admission does not
         cause retraction.
         """
@@ -339,22 +343,22 @@ class Scheduler:
         return True
 
 
-def mode_of(drawing: Iterable[SamplingParams]) -> Mode:
+def mode_of(drawing: Iterable[RequestParams]) -> SamplingMode:
     """What a step needs in which requests with these parameters draw tokens."""
     mode = 0
     for params in drawing:
         if not params.greedy:
-            mode |= Mode.NOISY.value
+            mode |= SamplingMode.NOISY.value
             if params.top_k or params.top_p < 1 or params.min_p > 0:
-                mode |= Mode.FILTERED.value
+                mode |= SamplingMode.FILTERED.value
         if params.logprobs is not None:
-            mode |= Mode.LOGPROBS.value
+            mode |= SamplingMode.LOGPROBS.value
         if params.adjustments is not None:
-            mode |= Mode.ADJUSTED.value
+            mode |= SamplingMode.ADJUSTED.value
             if params.adjustments.bad_words_token_ids:
-                mode |= Mode.WORDS.value
+                mode |= SamplingMode.WORDS.value
         if params.grammar is not None:
-            mode |= Mode.CONSTRAINED.value
+            mode |= SamplingMode.CONSTRAINED.value
         if params.return_tree:
-            mode |= Mode.TREES.value
-    return Mode(mode)
+            mode |= SamplingMode.TREES.value
+    return SamplingMode(mode)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from cluster.batch import Adjusting, Constraint, Sampling
+from cluster.batch import RowGrammar, RowPenalties, RowSampling
 from cluster.config.tree_shape import TreeShape
 from cluster.engine.finish import FinishCheck
 from cluster.engine.request_times import RequestTimes
@@ -11,7 +11,7 @@ from cluster.request import Request, SpeculationCounts, TokenLogprob
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class RequestState:
     """A request's life in the engine.
 
     `tokens` are prompt and output; `committed` of them have KV in every pool, as far as results have been read. At most
@@ -50,17 +50,17 @@ class Sequence:
         assert self.lease is not None, "only running requests have a row"
         return self.lease.row
 
-    def sampling(self) -> Sampling:
+    def sampling(self) -> RowSampling:
         """How its tokens are to be chosen, for the tables."""
         p = self.request.params
         assert p.seed is not None, "every request is given a seed when it is submitted"
-        return Sampling(self.row, p.temperature, p.top_k, p.top_p, p.min_p, p.seed)
+        return RowSampling(self.row, p.temperature, p.top_k, p.top_p, p.min_p, p.seed)
 
-    def adjusting(self) -> Adjusting:
+    def adjusting(self) -> RowPenalties:
         """How its logits are to be adjusted, for the tables."""
         a = self.request.params.adjustments
         assert a is not None, "only adjusted requests are asked"
-        return Adjusting(
+        return RowPenalties(
             row=self.row,
             presence=a.presence_penalty,
             frequency=a.frequency_penalty,
@@ -74,11 +74,11 @@ class Sequence:
             bad_words=a.bad_words_token_ids,
         )
 
-    def constraint(self) -> Constraint:
+    def constraint(self) -> RowGrammar:
         """The grammar that it follows, for the tables."""
         grammar = self.request.params.grammar
         assert grammar is not None, "only constrained requests are asked"
-        return Constraint(self.row, grammar, tuple(self.tokens[self.prompt_len :]))
+        return RowGrammar(self.row, grammar, tuple(self.tokens[self.prompt_len :]))
 
     @property
     def cacheable(self) -> int | None:

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from cluster.batch import Decode, Mode, Order, PromptChunk
+from cluster.batch import DecodeRequest, PromptChunk, SamplingMode, StepInput
 from cluster.config import ConfigError, EngineConfig
 from cluster.distributed.mesh import Mesh
 from cluster.engine.captures import captures_of
@@ -21,8 +21,8 @@ from cluster.kv.budget import GB, Capacity, Needs
 from cluster.kv.device_memory import OUT_OF_MEMORY, DeviceMemory
 from cluster.kv.page_table import PageTable
 
-DRAWS = Mode.NOISY | Mode.FILTERED | Mode.LOGPROBS | Mode.ADJUSTED
-ALL = DRAWS | Mode.CONSTRAINED | Mode.TREES | Mode.PROMPT_LOGPROBS
+DRAWS = SamplingMode.NOISY | SamplingMode.FILTERED | SamplingMode.LOGPROBS | SamplingMode.ADJUSTED
+ALL = DRAWS | SamplingMode.CONSTRAINED | SamplingMode.TREES | SamplingMode.PROMPT_LOGPROBS
 SMALLER_KV = "max_total_tokens, kv_cache_gb, mem_fraction_static or capture_sizes"
 FEWEST_ROWS = 16  # of prompts, that a refusal advises
 T = TypeVar("T")
@@ -35,7 +35,7 @@ def prompt_rows(config: EngineConfig, context_length: int) -> int:
     return min(config.chunked_prefill_size, context_length) if config.chunked_prefill_size > 0 else context_length
 
 
-def largest_orders(config: EngineConfig, context_length: int, window: int) -> Iterator[Order]:
+def largest_orders(config: EngineConfig, context_length: int, window: int) -> Iterator[StepInput]:
     """Steps that no step of a server exceeds: all requests decode beside a whole chunk, as long as they may be; or all
     prompts end at once; in modes that do all that requests may ask for, and in the plainest.
 
@@ -43,7 +43,7 @@ def largest_orders(config: EngineConfig, context_length: int, window: int) -> It
     """
     requests, rows = config.max_running_requests, prompt_rows(config, context_length)
     longest = max(0, context_length - window)
-    decodes = tuple(Decode(row, longest) for row in range(requests))
+    decodes = tuple(DecodeRequest(row, longest) for row in range(requests))
     lens = tuple((row, longest) for row in range(requests))
 
     def chunk(row: int, count: int, scored: int = 0) -> PromptChunk:
@@ -52,9 +52,9 @@ def largest_orders(config: EngineConfig, context_length: int, window: int) -> It
 
     each = max(1, rows // requests)
     ends = tuple(chunk(row, each) for row in range(max(1, min(requests, rows // each))))
-    yield Order(decodes=decodes, chunks=(chunk(0, rows, min(rows, SCORED_ROWS)),), lens=lens, mode=ALL)
-    yield Order(decodes=decodes, chunks=(chunk(0, rows),), lens=lens)
-    yield Order(chunks=ends, mode=DRAWS)
+    yield StepInput(decodes=decodes, chunks=(chunk(0, rows, min(rows, SCORED_ROWS)),), lens=lens, mode=ALL)
+    yield StepInput(decodes=decodes, chunks=(chunk(0, rows),), lens=lens)
+    yield StepInput(chunks=ends, mode=DRAWS)
 
 
 def run_largest(lockstep: Lockstep, config: EngineConfig, context_length: int, table: PageTable) -> None:
@@ -62,7 +62,7 @@ def run_largest(lockstep: Lockstep, config: EngineConfig, context_length: int, t
     deepest = len(lockstep.shapes) - 1
     window = lockstep.shapes[-1].forcing().window
     for order in largest_orders(config, context_length, window):
-        ran = lockstep.run(order if lockstep.mesh.leads else Order(), 0, deepest)
+        ran = lockstep.run(order if lockstep.mesh.leads else StepInput(), 0, deepest)
         if ran.output is not None:
             lockstep.read(ran)
     table.lens.zero_()

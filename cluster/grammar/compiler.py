@@ -57,7 +57,7 @@ class CompilerError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CompileResult:
     """A grammar as ranks read it, or why it is refused. `lasting`: it would be refused again."""
 
     text: str = ""
@@ -73,9 +73,9 @@ class Compiler:
     def __init__(self, vocabulary: Vocabulary, at_once: int = AT_ONCE, seconds: float = SECONDS) -> None:
         """Each grammar may take `seconds` of processor time."""
         self._pool = ThreadPoolExecutor(at_once, thread_name_prefix="grammar")
-        self._process = Process(vocabulary, seconds)
-        self._done: OrderedDict[Grammar, Answer] = OrderedDict()
-        self._under_way: dict[Grammar, asyncio.Task[Answer]] = {}
+        self._process = CompilerProcess(vocabulary, seconds)
+        self._done: OrderedDict[Grammar, CompileResult] = OrderedDict()
+        self._under_way: dict[Grammar, asyncio.Task[CompileResult]] = {}
 
     async def warm(self) -> None:
         """Start the process, and compile what most ask for. Why that fails is said to the first who needs it."""
@@ -110,7 +110,7 @@ class Compiler:
         self._pool.shutdown(cancel_futures=True)
         self._process.end()
 
-    async def _compile(self, grammar: Grammar) -> Answer:
+    async def _compile(self, grammar: Grammar) -> CompileResult:
         try:
             found = await asyncio.get_running_loop().run_in_executor(self._pool, self._process.compile, grammar)
         finally:
@@ -122,13 +122,13 @@ class Compiler:
         return found
 
 
-class Process:
+class CompilerProcess:
     """The process that compiles, started anew after it has ended. For any thread; several may ask it at once."""
 
     def __init__(self, vocabulary: Vocabulary, seconds: float) -> None:
         self._vocabulary = vocabulary
         self._seconds = seconds
-        self._running: Running | None = None
+        self._running: RunningCompiler | None = None
         self._closed = False
         self._starting = Lock()
 
@@ -138,7 +138,7 @@ class Process:
         running = self._running
         return None if running is None or running.process.poll() is not None else running.process.pid
 
-    def start(self) -> "Running":
+    def start(self) -> "RunningCompiler":
         """The process that runs, which is started if none does; returns when it can compile.
 
         Raises:
@@ -150,7 +150,7 @@ class Process:
                 running = self._start()
             return running
 
-    def compile(self, grammar: Grammar) -> Answer:
+    def compile(self, grammar: Grammar) -> CompileResult:
         """The grammar as ranks read it, or why it is refused.
 
         Raises:
@@ -170,9 +170,9 @@ class Process:
             logger.warning("the compiler of a grammar (%s) ended with %s", grammar.kind, code)
             if code not in NOT_ITS_FAULT:
                 break
-        return Answer(refusal=TOO_LARGE)
+        return CompileResult(refusal=TOO_LARGE)
 
-    def _answer(self, reply: bytes) -> Answer:
+    def _answer(self, reply: bytes) -> CompileResult:
         mark, text = reply[:1], reply[1:].decode()
         if mark == LATE:
             spent = spent_in(reply)
@@ -182,8 +182,8 @@ class Process:
             )
         if mark == SLOW:
             why = f"it takes longer than {self._seconds:g} s of processor time to compile; make it shorter or simpler"
-            return Answer(refusal=why, lasting=not spent_in(reply).on_a_busy_machine)
-        return Answer(text) if mark == COMPILED else Answer(refusal=text, lasting=mark != UNSURE)
+            return CompileResult(refusal=why, lasting=not spent_in(reply).on_a_busy_machine)
+        return CompileResult(text) if mark == COMPILED else CompileResult(refusal=text, lasting=mark != UNSURE)
 
     def close(self) -> None:
         """End the process for good, from any thread; the threads that wait for it learn so."""
@@ -192,7 +192,7 @@ class Process:
         if running is not None:
             running.process.kill()
 
-    def end(self, running: "Running | None" = None) -> int | None:
+    def end(self, running: "RunningCompiler | None" = None) -> int | None:
         """Kill the process, or this one, if there is one; its exit code."""
         running = running or self._running
         if running is None:
@@ -201,14 +201,14 @@ class Process:
             self._running = None
         return running.end()
 
-    def _start(self) -> "Running":
+    def _start(self) -> "RunningCompiler":
         tokens = [token.decode("latin-1") for token in self._vocabulary.tokens]
         first = json.dumps({"tokens": tokens, "stops": self._vocabulary.stops}).encode()
         for _ in range(TRIES):
             self.end()
             if self._closed:
                 raise CompilerError("grammars are not compiled any more: the server ends")
-            self._running = running = Running()
+            self._running = running = RunningCompiler()
             try:
                 reply = running.begin(first)
             except TimeoutError:
@@ -222,7 +222,7 @@ class Process:
         raise CompilerError(f"the process that compiles grammars does not start: {why}")
 
 
-class Running:
+class RunningCompiler:
     """A process that runs, and a thread that reads its answers."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.grammar.asked import Grammar, GrammarError
-from cluster.grammar.limits import TOO_LARGE, Spent, Stopwatch, limit, no_more_limit
+from cluster.grammar.limits import TOO_LARGE, Stopwatch, TimeSpent, limit, no_more_limit
 from cluster.grammar.vocabulary import Vocabulary
 from cluster.grammar.worker import SlowGrammarError, Worker
 
@@ -125,9 +125,9 @@ def replied(worker: Worker, request: dict[str, Any]) -> bytes:
         no_more_limit()
 
 
-def spent_in(answer: bytes) -> Spent:
+def spent_in(answer: bytes) -> TimeSpent:
     """What a child spent, of an answer that is `SLOW` or `LATE`."""
-    return Spent(**json.loads(answer[1:]))
+    return TimeSpent(**json.loads(answer[1:]))
 
 
 def frame(content: bytes) -> bytes:

@@ -14,7 +14,7 @@ OWN_SHARE = 0.9  # of the time that passes; who gets less processor time than th
 
 
 @dataclass(frozen=True, slots=True)
-class Spent:
+class TimeSpent:
     """Seconds of processor time, and seconds that passed meanwhile."""
 
     processor: float
@@ -35,9 +35,9 @@ class Stopwatch:
         self._processor, self._clock = processor, clock
         self._began = processor(), clock()
 
-    def read(self) -> Spent:
+    def read(self) -> TimeSpent:
         """What was spent so far."""
-        return Spent(self._processor() - self._began[0], self._clock() - self._began[1])
+        return TimeSpent(self._processor() - self._began[0], self._clock() - self._began[1])
 
 
 def limit(seconds: float) -> None:

@@ -26,7 +26,7 @@ NUMBERS = (
 )
 
 
-class Cells(Structure):
+class CellsStruct(Structure):
     """`struct aerie_cells`."""
 
     _fields_ = (*((name, c_void_p) for name in PLACES), *((name, c_int64) for name in NUMBERS))
@@ -100,7 +100,7 @@ class Copies:
     def _pick(self, out: Tensor, table: Tensor, dim: int, ids: Tensor) -> list[Call] | None:
         if not (table.dim() == 2 and dim in (1, -1) and out.is_contiguous() and ids.dtype == torch.int64):
             return None
-        own = Cells(rows=ids.shape[0], columns=ids.shape[1], wraps=False, table_rows=ids.shape[0])
+        own = CellsStruct(rows=ids.shape[0], columns=ids.shape[1], wraps=False, table_rows=ids.shape[0])
         own.column_ids, own.column_ids_row, own.column_ids_column = ids.data_ptr(), *_strides(ids)
         return self._of_cells(own, out, table)
 
@@ -110,12 +110,12 @@ class Copies:
         if any(each is None or each.dtype != torch.int64 for each in ids):
             return None
         rows, columns = (each.expand(out.shape) for each in ids if each is not None)
-        own = Cells(rows=out.shape[0], columns=out.shape[1], wraps=True, table_rows=table.shape[0])
+        own = CellsStruct(rows=out.shape[0], columns=out.shape[1], wraps=True, table_rows=table.shape[0])
         own.row_ids, own.row_ids_row, own.row_ids_column = rows.data_ptr(), *_strides(rows)
         own.column_ids, own.column_ids_row, own.column_ids_column = columns.data_ptr(), *_strides(columns)
         return self._of_cells(own, out, table)
 
-    def _of_cells(self, own: Cells, out: Tensor, table: Tensor) -> list[Call]:
+    def _of_cells(self, own: CellsStruct, out: Tensor, table: Tensor) -> list[Call]:
         own.table, own.out, own.size, own.table_columns = table.data_ptr(), out.data_ptr(), out.itemsize, table.shape[1]
         own.row_stride, own.column_stride = (stride * table.itemsize for stride in table.stride())
         return [partial(self._cells, byref(own))]

@@ -41,13 +41,13 @@ NUMBERS = (
 )
 
 
-class Arguments(Structure):
+class NumbersArguments(Structure):
     """`struct aerie_numbers`."""
 
     _fields_ = (*((name, c_void_p) for name in PLACES), *((name, c_int64) for name in NUMBERS))
 
 
-class Numbers:
+class NumberKernels:
     """Makes calls of one library's kernel `numbers`, each in place of an operator of torch."""
 
     def __init__(self, library: Library) -> None:
@@ -124,7 +124,7 @@ class Numbers:
         floats = not dtypes.isdisjoint(FLOATS)
         if not dtypes <= set(KINDS) or (floats and not _alike(operation, out, a, b)):
             return None
-        given = Arguments(operation=operation, floats=floats)
+        given = NumbersArguments(operation=operation, floats=floats)
         given.rows, given.columns = shape = (*(1,) * (2 - out.dim()), *out.shape)
         for name, tensor in zip(PLACES, (one, other, out), strict=True):
             whole = tensor.expand(out.shape).view(shape)

@@ -9,15 +9,15 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from cluster.kernels.c_copies import Copies
-from cluster.kernels.c_numbers import Numbers
+from cluster.kernels.c_numbers import NumberKernels
 from cluster.kernels.library import Library
 
 
 class Operators:
-    """What `Copies` and `Numbers` do, as `cluster.capture.tape.Tape` asks for it."""
+    """What `Copies` and `NumberKernels` do, as `cluster.capture.tape.Tape` asks for it."""
 
     def __init__(self, library: Library) -> None:
-        self._each = Copies(library), Numbers(library)
+        self._each = Copies(library), NumberKernels(library)
 
     def __call__(
         self, function: OpOverload, args: Sequence[Any], options: Mapping[str, Any], outputs: Sequence[Tensor]

@@ -17,7 +17,7 @@ MACHINES = ("x86_64", "AMD64", "aarch64", "arm64")
 """Those on which a function may be called with more arguments than it takes; see `kernels/c/calls.c`."""
 
 
-class Call(Structure):
+class CallStruct(Structure):
     """`struct aerie_call`."""
 
     _fields_ = (("run", c_void_p), ("wholes", c_int64 * WHOLES), ("floats", c_double * FLOATS))
@@ -36,7 +36,7 @@ class Joiner:
         Raises:
             TypeError: an argument is neither a number nor a pointer.
         """
-        table = (Call * len(calls))(*map(_call, calls))
+        table = (CallStruct * len(calls))(*map(_call, calls))
         return _Joined(partial(self._run, ctypes.addressof(table), len(calls)), table, tuple(calls))
 
 
@@ -61,8 +61,8 @@ def joiner_of(held: CDLL) -> Joiner | None:
     return Joiner(held) if platform.machine() in MACHINES else None
 
 
-def _call(call: partial[None]) -> Call:
-    found, wholes, floats = Call(), 0, 0
+def _call(call: partial[None]) -> CallStruct:
+    found, wholes, floats = CallStruct(), 0, 0
     function: Any = call.func
     found.run = ctypes.cast(function, c_void_p).value
     for kind, given in zip(function.argtypes, call.args, strict=True):

@@ -9,15 +9,15 @@ from torch import Tensor
 
 from cluster.arch.quantisation import read_quantisation, with_whole
 from cluster.arch.quantisation_rules import Scheme
-from cluster.arch.safetensors.header import Stored
+from cluster.arch.safetensors.header import TensorLocation
 from cluster.arch.safetensors.stored import left_out, missing_tensor, stored_tensors
 from cluster.arch.safetensors.tensors import ATTENTION_SCALES, IGNORED, blank_biases
 from cluster.config import ConfigError
 from cluster.kernels.quantised import Quantised
 from cluster.models.formats import format_of, mxfp4, place_of
 from cluster.models.slices import SliceReader
-from cluster.models.stored import Asked, Index, Span
-from cluster.models.tally import Tally
+from cluster.models.stored import Index, Span, StoredMatrix
+from cluster.models.tally import QuantisationTally
 
 log = logging.getLogger(__name__)
 DTYPES = {
@@ -65,7 +65,7 @@ class Checkpoint:
         self._ignored = [re.compile(pattern) for pattern in (IGNORED, ATTENTION_SCALES, *ignored)]
         self.reader = SliceReader()
         self._taken: set[str] = set()
-        self.tally = Tally()
+        self.tally = QuantisationTally()
         self._files = stored_tensors(folder)
         self.quantisation = read_quantisation(folder)
         held = {name: stored.shape for name, (_, _, stored) in self._files.items()}
@@ -114,7 +114,7 @@ class Checkpoint:
             shape = self.entry(stored).shape if shape is None else shape
             if len(shape) != (2 if expert is None else 3) or (expert is not None and quantised is not mxfp4):
                 raise self.wrong(place_of(self, stored), f"is quantised; of {list(shape)} that is not served")
-            return quantised(self, Asked(stored, shape, rows, columns, expert, device))
+            return quantised(self, StoredMatrix(stored, shape, rows, columns, expert, device))
         self.entry(stored, shape)
         return self.read(stored, (*(() if expert is None else (expert,)), *_slices(rows, columns)), device)
 
@@ -122,7 +122,7 @@ class Checkpoint:
         """Whether there is a tensor of that name on disk."""
         return stored in self._files
 
-    def entry(self, stored: str, shape: tuple[int, ...] | None = None) -> Stored:
+    def entry(self, stored: str, shape: tuple[int, ...] | None = None) -> TensorLocation:
         """Where it lies, counted as used.
 
         Raises:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from cluster.arch import Moe
-from cluster.distributed.mesh import Part
+from cluster.distributed.mesh import Shard
 from cluster.kernels.interface import Kernels
 from cluster.kernels.torch_kernels import TorchKernels
 from cluster.models.exchange import NoExchange, TokenExchange
@@ -17,10 +17,10 @@ class Sharding(NamedTuple):
     each layer's experts, whole or, where ranks share a part of them, some of their columns.
     """
 
-    attention: Part = Part()
-    mlp: Part = Part()
-    vocab: Part = Part()
-    experts: Part = Part()
+    attention: Shard = Shard()
+    mlp: Shard = Shard()
+    vocab: Shard = Shard()
+    experts: Shard = Shard()
 
     @property
     def apart(self) -> bool:
@@ -28,20 +28,20 @@ class Sharding(NamedTuple):
         return self.experts.size > 1
 
     @property
-    def columns(self) -> Part:
+    def columns(self) -> Shard:
         """Of the columns of the experts held."""
         each = self.mlp.size // self.experts.size
-        return Part(self.mlp.rank % each, each)
+        return Shard(self.mlp.rank % each, each)
 
     @property
-    def shared(self) -> Part:
+    def shared(self) -> Shard:
         """Of the columns of an MLP that every token takes: where rows go to experts, it stays with its rows."""
         return self.attention if self.apart else self.mlp
 
 
-def part_of_experts(ep_size: int, world: Part) -> Part:
+def part_of_experts(ep_size: int, world: Shard) -> Shard:
     """The part of the experts that a rank of the world holds; ranks that follow each other share a part."""
-    return Part(world.rank * ep_size // world.size, ep_size)
+    return Shard(world.rank * ep_size // world.size, ep_size)
 
 
 def where_experts_are(moe: Moe, ep_size: int, ranks: int) -> str:
@@ -50,7 +50,7 @@ def where_experts_are(moe: Moe, ep_size: int, ranks: int) -> str:
         return f"{moe.experts} experts" + (f", each by columns over {ranks} ranks" if ranks > 1 else "")
     each, held = ranks // ep_size, []
     for part in range(ep_size):
-        start, stop = Part(part, ep_size).span(moe.experts)
+        start, stop = Shard(part, ep_size).span(moe.experts)
         ids = f"{start} to {stop - 1}" if stop - start > 1 else f"{start}"
         last = (part + 1) * each - 1
         held.append(f"{ids} on " + (f"rank {last}" if each == 1 else f"ranks {part * each} to {last} by columns"))

@@ -26,11 +26,11 @@ from cluster.models.layer import (
     TokenExchange,
 )
 from cluster.models.load import Loader
-from cluster.models.vocab import Columns, Embedding, Head, load_embedding, load_head, tied_head
+from cluster.models.vocab import Embedding, Head, ShardedLogits, load_embedding, load_head, tied_head
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class DraftBlock:
     """One layer on the residual stream; with `embed_norm` its attention reads `[embedding | hidden]`, 2 H wide.
 
     `residual_normed`: the normed hidden is added to attention's output, not the hidden itself.
@@ -64,7 +64,7 @@ class Block:
         return hidden + self.mlp(normed, exchange)
 
 
-def load_block(load: Loader, prefix: str, layer: DraftLayer, residual_normed: bool) -> Block:
+def load_block(load: Loader, prefix: str, layer: DraftLayer, residual_normed: bool) -> DraftBlock:
     """This rank's part of the layer under `prefix`."""
     g = layer.geometry
 
@@ -72,7 +72,7 @@ def load_block(load: Loader, prefix: str, layer: DraftLayer, residual_normed: bo
         return load.norm(f"{prefix}.{name}.weight", g.hidden, g.unit_offset)
 
     attention = load.attention if g.latent is None else load.latent
-    return Block(
+    return DraftBlock(
         kernels=load.kernels,
         embed_norm=scale("input_layernorm") if layer.pair else None,
         hidden_norm=None if layer.hidden_norm == "none" else scale(layer.hidden_norm),
@@ -151,7 +151,7 @@ class DraftModel(ABC):
         ids = self.target_ids[start : start + count]
         return torch.cat([ids, ids.new_zeros(count - ids.shape[0])])
 
-    def logits(self, normed: Tensor) -> Columns:
+    def logits(self, normed: Tensor) -> ShardedLogits:
         """Output for the head `[T, H]` -> logits over the draft vocabulary."""
         assert self._head is not None
         return self._head(normed, self._exchange)

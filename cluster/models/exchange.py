@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from cluster.distributed.progress import Clock
+from cluster.distributed.progress import ProgressClock
 
 
 class Shards(Protocol):
@@ -43,7 +43,7 @@ class Shards(Protocol):
         ...
 
 
-class Choice(NamedTuple):
+class ExpertRouting(NamedTuple):
     """Of T rows the k experts that each takes: their `weights`, their ids `experts`, and the `parts` that hold them,
     `[T, k]` each.
     """
@@ -53,10 +53,10 @@ class Choice(NamedTuple):
     parts: Tensor
 
 
-class ApartExperts(Protocol):
+class ExpertParallelLayer(Protocol):
     """Experts of which each rank holds one of several parts, as an exchange sees them that sends rows to them."""
 
-    def choose(self, rows: Tensor) -> Choice:
+    def choose(self, rows: Tensor) -> ExpertRouting:
         """Rows `[T, H]` -> the experts that they take, here or elsewhere."""
         ...
 
@@ -94,7 +94,7 @@ class TokenExchange(Protocol):
         """Whether rows go only to the experts that they take, by `to_experts`; else, in this step, to all."""
         ...
 
-    def to_experts(self, rows: Tensor, experts: ApartExperts, common: Tensor | None) -> Tensor:
+    def to_experts(self, rows: Tensor, experts: ExpertParallelLayer, common: Tensor | None) -> Tensor:
         """Own rows `[T, H]` -> what the experts that they take make of them, summed, `common` as in `scatter`."""
         ...
 
@@ -118,9 +118,9 @@ class NoExchange:
 
     shards: Shards | None = None
 
-    def __init__(self, clock: Clock | None = None) -> None:
+    def __init__(self, clock: ProgressClock | None = None) -> None:
         """`clock` counts the calls, so that a rank without peers shows progress too."""
-        self._clock = Clock() if clock is None else clock
+        self._clock = ProgressClock() if clock is None else clock
 
     def reduce(self, rows: Tensor) -> Tensor:
         """Own rows, unchanged."""
@@ -142,7 +142,7 @@ class NoExchange:
         """All experts are here."""
         return False
 
-    def to_experts(self, rows: Tensor, experts: ApartExperts, common: Tensor | None) -> Tensor:
+    def to_experts(self, rows: Tensor, experts: ExpertParallelLayer, common: Tensor | None) -> Tensor:
         """Not asked for, as all experts are here."""
         raise AssertionError("a rank that holds all experts has nowhere to send rows")
 

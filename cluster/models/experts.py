@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cluster.arch import Moe
 from cluster.kernels.interface import Activation, Kernels, Stack, Weight
-from cluster.models.exchange import EXPERTS, Choice, TokenExchange
+from cluster.models.exchange import EXPERTS, ExpertRouting, TokenExchange
 from cluster.models.mlp import Mlp
 
 
@@ -48,7 +48,7 @@ class Gate:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class LocalExperts:
     """Which of the experts are here where they are apart: those of ids `first` to `first + count - 1`. `parts` says for
     every id which part of the experts has it.
     """
@@ -75,7 +75,7 @@ class Experts:
     shared: Mlp | None
     activation: Activation
     shared_gate: Weight | None = None
-    held: Held | None = None
+    held: LocalExperts | None = None
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -94,11 +94,11 @@ class Experts:
         rows = exchange.gather(rows)
         return exchange.scatter(self.run(rows, *self.gate(rows)), common)
 
-    def choose(self, rows: Tensor) -> Choice:
+    def choose(self, rows: Tensor) -> ExpertRouting:
         """Rows `[T, H]` -> the experts that they take, here or elsewhere; only where experts are apart."""
         assert self.held is not None, "all experts are here"
         weights, chosen = self.gate(rows)
-        return Choice(weights, chosen, self.held.parts[chosen])
+        return ExpertRouting(weights, chosen, self.held.parts[chosen])
 
     def common(self, rows: Tensor) -> Tensor | None:
         """This rank's partial sum of the MLP that every token takes, `[T, H]`."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from cluster.kernels.quantised import Kind, Quantised
 from cluster.models.arithmetic import chosen
 from cluster.models.scales import beside, group_size, groups_of, of_inputs
-from cluster.models.stored import Asked, Files, Index, Span
+from cluster.models.stored import Files, Index, Span, StoredMatrix
 
 MX_GROUP = 32  # inputs that share one in MXFP4 (OCP Microscaling Formats 1.0)
 FLOAT8: dict[str, Kind] = {"F8_E4M3": "fp8", "F8_E5M2": "fp8_e5m2"}
@@ -39,7 +39,7 @@ def place_of(files: Files, stored: str) -> str:
     return next((name for name in names if files.has(name)), stored)
 
 
-def format_of(files: Files, stored: str) -> Callable[[Files, Asked], Quantised] | None:
+def format_of(files: Files, stored: str) -> Callable[[Files, StoredMatrix], Quantised] | None:
     """What reads `stored`; None: it is no quantised tensor."""
     place = place_of(files, stored)
     if place == stored:
@@ -48,7 +48,7 @@ def format_of(files: Files, stored: str) -> Callable[[Files, Asked], Quantised] 
     return mxfp4 if place.endswith("_blocks") else qweight if place.endswith("qweight") else compressed
 
 
-def float8(files: Files, asked: Asked) -> Quantised:
+def float8(files: Files, asked: StoredMatrix) -> Quantised:
     """FP8 with a scale for the tensor, for each output, for each group of inputs, or for each block; DeepSeek's
     `weight_scale_inv` is multiplied, despite its name.
     """
@@ -62,7 +62,7 @@ def float8(files: Files, asked: Asked) -> Quantised:
     return Quantised(kind, codes, _of_scales(scales), None, group)
 
 
-def int8(files: Files, asked: Asked) -> Quantised:
+def int8(files: Files, asked: StoredMatrix) -> Quantised:
     """compressed-tensors' int-quantized."""
     files.entry(asked.stored, asked.shape)
     codes = _from_zero(_part(files, asked))
@@ -73,7 +73,7 @@ def int8(files: Files, asked: Asked) -> Quantised:
     return Quantised("int8", codes, _of_scales(scales), zeros, group)
 
 
-def compressed(files: Files, asked: Asked) -> Quantised:
+def compressed(files: Files, asked: StoredMatrix) -> Quantised:
     """compressed-tensors' pack-quantized: neighbouring inputs in an int32, and neighbouring outputs' zeros."""
     name, (outputs, inputs) = f"{asked.stem}.weight_packed", asked.shape
     bits = _bits(files, asked, name, 1)
@@ -95,7 +95,7 @@ def compressed(files: Files, asked: Asked) -> Quantised:
     return Quantised(INTEGERS[bits], codes, _of_scales(scales), zeros, group)
 
 
-def qweight(files: Files, asked: Asked) -> Quantised:
+def qweight(files: Files, asked: StoredMatrix) -> Quantised:
     """GPTQ, neighbouring inputs in an int32, or AWQ, eight outputs in an order of its own; zeros by outputs in both."""
     name, (outputs, inputs), packing = f"{asked.stem}.qweight", asked.shape, files.quantisation.packing
     by_outputs = inputs, -(-outputs // 8)  # the shape of AWQ's int32
@@ -121,7 +121,7 @@ def qweight(files: Files, asked: Asked) -> Quantised:
     return Quantised(INTEGERS[bits], codes, _of_scales(scales), of_inputs(files, asked, zeros.t(), each)[0], group)
 
 
-def mxfp4(files: Files, asked: Asked) -> Quantised:
+def mxfp4(files: Files, asked: StoredMatrix) -> Quantised:
     """MXFP4: `_blocks` `[.., O, G, 16]` of two numbers a byte, low half first; `_scales` `[.., O, G]`, powers of 2."""
     inputs = asked.shape[-1]
     index: Index = () if asked.expert is None else (asked.expert,)
@@ -142,12 +142,12 @@ def mxfp4(files: Files, asked: Asked) -> Quantised:
     return Quantised("fp4", codes, scales, None, group)
 
 
-def _part(files: Files, asked: Asked) -> Tensor:
+def _part(files: Files, asked: StoredMatrix) -> Tensor:
     """The codes asked for, which are stored one to a number."""
     return files.read(asked.stored, (slice(*asked.outputs), slice(*asked.inputs)), asked.device)
 
 
-def _scales(files: Files, asked: Asked, name: str) -> str:
+def _scales(files: Files, asked: StoredMatrix, name: str) -> str:
     """`name`, which holds scales; what else belongs to the matrix, for its inputs, is counted as used."""
     for end in ACTIVATION_SCALES:
         files.skip(asked.stem + end)
@@ -156,7 +156,7 @@ def _scales(files: Files, asked: Asked, name: str) -> str:
     return name
 
 
-def _bits(files: Files, asked: Asked, name: str, dim: int) -> int:
+def _bits(files: Files, asked: StoredMatrix, name: str, dim: int) -> int:
     """How many bits a code has of which the int32 `name` hold those of all inputs along `dim`.
 
     Raises:

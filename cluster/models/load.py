@@ -7,11 +7,11 @@ from torch import Tensor
 
 from cluster.arch import LayerGeometry, Moe
 from cluster.arch.resolve import check_heads
-from cluster.distributed.mesh import Part
+from cluster.distributed.mesh import Shard
 from cluster.kernels.interface import Activation, HeadNorms, Stack
 from cluster.models.arithmetic import joined
 from cluster.models.checkpoint import Matrix
-from cluster.models.experts import Gate, Held
+from cluster.models.experts import Gate, LocalExperts
 from cluster.models.layer import DecoderLayer, Experts, LatentAttention, Mlp, SelfAttention
 from cluster.models.rotary import half_split
 from cluster.models.weights import WeightLoader, apart, in_order
@@ -100,7 +100,7 @@ class Loader(WeightLoader):
             heads=heads,
         )
 
-    def mlp(self, prefix: str, g: LayerGeometry, part: Part | None = None) -> Mlp:
+    def mlp(self, prefix: str, g: LayerGeometry, part: Shard | None = None) -> Mlp:
         """The gated MLP under `prefix`; this `part` of its columns, or the one that a rank holds of each MLP."""
         part = self.sharding.mlp if part is None else part
         span = part.span(g.intermediate)
@@ -151,10 +151,10 @@ class Loader(WeightLoader):
         held = self._held(moe, here) if self.sharding.apart else None
         return Experts(self.kernels, gate, gates_ups, downs, *biases, shared, activation, shared_gate, held)
 
-    def _held(self, moe: Moe, here: range) -> Held:
+    def _held(self, moe: Moe, here: range) -> LocalExperts:
         size = self.sharding.experts.size
-        parts = [part for part in range(size) for _ in range(*Part(part, size).span(moe.experts))]
-        return Held(here.start, len(here), torch.tensor(parts, device=self.device))
+        parts = [part for part in range(size) for _ in range(*Shard(part, size).span(moe.experts))]
+        return LocalExperts(here.start, len(here), torch.tensor(parts, device=self.device))
 
     def _stacked(
         self, prefix: str, g: LayerGeometry, moe: Moe, here: range
@@ -209,7 +209,7 @@ def gates_last(packed: Tensor, heads: int, d: int) -> Tensor:
     return joined([both[..., 0, :].flatten(-2), packed[..., 2 * heads * d :], both[..., 1, :].flatten(-2)], -1)
 
 
-def local_heads(g: LayerGeometry, part: Part) -> LayerGeometry:
+def local_heads(g: LayerGeometry, part: Shard) -> LayerGeometry:
     """The geometry of one attention shard; fewer KV heads than ranks are replicated.
 
     Raises:

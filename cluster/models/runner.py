@@ -5,13 +5,13 @@ from typing import Protocol
 
 from torch import Tensor
 
-from cluster.batch import HostBounds, Seen
+from cluster.batch import AttentionMetadata, HostBounds
 from cluster.device.timing import Spans
 from cluster.kv.pool import KVPool
 from cluster.models.draft import DraftModel
 from cluster.models.layer import Attend
 from cluster.models.target import DecoderTarget
-from cluster.models.vocab import Columns
+from cluster.models.vocab import ShardedLogits
 
 
 class AttentionBackend(Attend, Protocol):
@@ -23,7 +23,7 @@ class AttentionBackend(Attend, Protocol):
         """A step within these bounds begins. What they are beyond the truth changes no result."""
         ...
 
-    def bind(self, seen: Seen) -> None:
+    def bind(self, seen: AttentionMetadata) -> None:
         """Use `seen` for the calls of the next forward. On a GPU nothing here waits for the device."""
         ...
 
@@ -43,13 +43,13 @@ class TargetRunner:
         self.attention.prepare(bounds)
         self.model.reach(positions)
 
-    def forward(self, token_ids: Tensor, positions: Tensor, seen: Seen) -> tuple[Tensor, list[Tensor]]:
+    def forward(self, token_ids: Tensor, positions: Tensor, seen: AttentionMetadata) -> tuple[Tensor, list[Tensor]]:
         """Rows `[T]` -> post-norm hidden `[T, H]`, residual stream at each boundary `[T, H]`."""
         with self.watch:
             self.attention.bind(seen)
             return self.model.forward(token_ids, positions, self.attention, self.boundaries)
 
-    def logits(self, hidden: Tensor) -> Columns:
+    def logits(self, hidden: Tensor) -> ShardedLogits:
         """Hidden `[T, H]` -> logits over the vocabulary."""
         with self.watch:
             return self.model.logits(hidden)
@@ -74,13 +74,15 @@ class DraftRunner:
         with self.watch:
             return self.model.fuse_aux(aux_hidden)
 
-    def forward(self, token_ids: Tensor, positions: Tensor, hidden: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, hidden: Tensor, seen: AttentionMetadata
+    ) -> tuple[Tensor, Tensor]:
         """Rows `[T]` and hidden `[T, H]` -> normed and recurrent hidden `[T, H]`."""
         with self.watch:
             self.attention.bind(seen)
             return self.model.forward(token_ids, positions, hidden, self.attention)
 
-    def logits(self, normed: Tensor) -> Columns:
+    def logits(self, normed: Tensor) -> ShardedLogits:
         """Output for the head `[T, H]` -> logits over the draft vocabulary."""
         with self.watch:
             return self.model.logits(normed)

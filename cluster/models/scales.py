@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from cluster.models.arithmetic import chosen
-from cluster.models.stored import Asked, Files
+from cluster.models.stored import Files, StoredMatrix
 
 BLOCK = 128  # outputs and inputs that share a scale where FP8 is in blocks and the config gives no `weight_block_size`
 USUAL = (16, 32, 64, 128, 256, 512, 1024)  # sizes of groups whose last one may be partial, if the config gives none
 
 
-def beside(files: Files, asked: Asked, name: str) -> tuple[Tensor, int]:
+def beside(files: Files, asked: StoredMatrix, name: str) -> tuple[Tensor, int]:
     """Scales or zeros `name` as `[O, G]`, of the part asked for, and how many inputs share one of them.
 
     They are stored as one for the tensor, one for each output, `[O, G]`, or one for each block.
@@ -42,7 +42,7 @@ def beside(files: Files, asked: Asked, name: str) -> tuple[Tensor, int]:
     return of_inputs(files, asked, held, wide or inputs)
 
 
-def group_size(files: Files, asked: Asked, name: str, groups: int) -> int:
+def group_size(files: Files, asked: StoredMatrix, name: str, groups: int) -> int:
     """How many inputs share a scale of `name`, which has `groups` for each output.
 
     Raises:
@@ -52,7 +52,7 @@ def group_size(files: Files, asked: Asked, name: str, groups: int) -> int:
     return _block_of(files, asked, name, (outputs, groups))[1] or inputs
 
 
-def _block_of(files: Files, asked: Asked, name: str, counts: tuple[int, int]) -> tuple[int, int]:
+def _block_of(files: Files, asked: StoredMatrix, name: str, counts: tuple[int, int]) -> tuple[int, int]:
     """How many outputs and inputs share a scale of `name`, `counts` along both; 0: all. See `Scheme.block`."""
     (outputs, inputs), scheme = asked.shape, files.scheme(asked.stored)
     if scheme.block is not None:
@@ -101,7 +101,7 @@ def _parts(size: int, each: int) -> int:
     return -(-size // each) if each else 1
 
 
-def of_inputs(files: Files, asked: Asked, given: Tensor, each: int) -> tuple[Tensor, int]:
+def of_inputs(files: Files, asked: StoredMatrix, given: Tensor, each: int) -> tuple[Tensor, int]:
     """What each group of all inputs has, `[O, G]` -> that of the inputs asked for, and how many of them share one: 1
     where they are not whole groups that lie together. A group is of `each` inputs, the last one perhaps of fewer.
     """
@@ -121,7 +121,7 @@ def groups_of(start: int, stop: int, each: int, given: Tensor) -> Tensor:
     return torch.arange(start, stop, device=device) // each
 
 
-def _given_order(files: Files, asked: Asked, each: int, groups: int) -> Tensor | None:
+def _given_order(files: Files, asked: StoredMatrix, each: int, groups: int) -> Tensor | None:
     """The group of each input as `g_idx` gives it, `[I]`; None: `each` neighbours make a group.
 
     Raises:

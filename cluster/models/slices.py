@@ -26,7 +26,7 @@ THREADS = 4  # that read: what a disk, and copying from the kernel's cache, can 
 SHORT = 4096  # bytes: shorter pieces are cut out of what lies around them, which the disk reads anyway
 
 
-class Run(NamedTuple):
+class SliceRun(NamedTuple):
     """Pieces of a slice, `stride` bytes apart in the file: `length` bytes each from `start` on. In the slice they lie
     together, from byte `at` on.
     """
@@ -43,7 +43,7 @@ class Run(NamedTuple):
         return (self.pieces - 1) * self.stride + self.length
 
 
-def runs_of(shape: tuple[int, ...], index: Index, itemsize: int) -> tuple[tuple[int, ...], Iterator[Run]]:
+def runs_of(shape: tuple[int, ...], index: Index, itemsize: int) -> tuple[tuple[int, ...], Iterator[SliceRun]]:
     """The shape of what `index` selects of a tensor, and where its bytes lie, from the tensor's first byte on."""
     whole = (*index, *[slice(None)] * (len(shape) - len(index)))
     bounds, kept = list[tuple[int, int]](), list[int]()
@@ -61,11 +61,11 @@ def runs_of(shape: tuple[int, ...], index: Index, itemsize: int) -> tuple[tuple[
 
     (first, stop), stride = (head[-1], strides[len(head) - 1]) if head else ((0, 1), 0)
 
-    def runs() -> Iterator[Run]:
+    def runs() -> Iterator[SliceRun]:
         at, count = 0, stop - first
         for place in product(*(range(a, b) for a, b in head[:-1])):
             start = sum(p * s for p, s in zip(place, strides, strict=False)) + first * stride + last[0] * inner
-            yield Run(start, at, length, count, stride)
+            yield SliceRun(start, at, length, count, stride)
             at += count * length
 
     return tuple(kept), runs()
@@ -155,7 +155,7 @@ class SliceReader:
             self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         return self._files[path]
 
-    def _fill(self, path: Path, source: int, part: list[Run], raw: Tensor, device: torch.device) -> None:
+    def _fill(self, path: Path, source: int, part: list[SliceRun], raw: Tensor, device: torch.device) -> None:
         """Read the runs of a part, which lie together in the slice, to their place in `raw`."""
         begin, end = part[0].at, part[-1].at + part[-1].pieces * part[-1].length
 
@@ -195,11 +195,11 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(given)
 
 
-def _parts(runs: list[Run]) -> Iterator[list[Run]]:
+def _parts(runs: list[SliceRun]) -> Iterator[list[SliceRun]]:
     """The runs, cut and gathered into parts: each is at most `PART` bytes of the slice, and a run of pieces that are
     short is one of its own, at most `PART` bytes of the file.
     """
-    part: list[Run] = []
+    part: list[SliceRun] = []
     for run in runs:
         if run.pieces > 1 and run.length < SHORT and run.length <= PART:
             if part:
@@ -214,6 +214,6 @@ def _parts(runs: list[Run]) -> Iterator[list[Run]]:
             if part and at + length - part[0].at > PART:
                 yield part
                 part = []
-            part.append(Run(run.start + i * run.stride + cut, at, length))
+            part.append(SliceRun(run.start + i * run.stride + cut, at, length))
     if part:
         yield part

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cluster.arch.quantisation import Quantisation
 from cluster.arch.quantisation_rules import Scheme
-from cluster.arch.safetensors.header import Stored
+from cluster.arch.safetensors.header import TensorLocation
 from cluster.config import ConfigError
 
 Span = tuple[int, int]
@@ -20,7 +20,7 @@ class Files(Protocol):
 
     quantisation: Quantisation
 
-    def entry(self, stored: str, shape: tuple[int, ...] | None = None) -> Stored:
+    def entry(self, stored: str, shape: tuple[int, ...] | None = None) -> TensorLocation:
         """Where it lies, counted as used; refused if it is missing or of another shape."""
         ...
 
@@ -46,7 +46,7 @@ class Files(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class StoredMatrix:
     """A part of the matrix `stored` `[.., O, I]` of `shape`: its outputs in `rows`, its inputs in `columns`; what it is
     made of goes to the `device` as it is stored, and is unpacked there. None: the CPU.
     """

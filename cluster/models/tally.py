@@ -8,7 +8,7 @@ from cluster.kernels.quantised import Quantised
 
 
 @dataclass(slots=True)
-class Tally:
+class QuantisationTally:
     """How many of them, by kind, stay packed and how many were dequantised. What stays packed would be `numbers`, and
     takes `nbytes`.
     """

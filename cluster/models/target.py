@@ -11,7 +11,7 @@ from cluster.models.checkpoint import Checkpoint
 from cluster.models.context import WHOLE, ModelContext
 from cluster.models.load import Loader
 from cluster.models.rotary import RotaryTable
-from cluster.models.vocab import Columns, Embedding, Head, load_embedding, load_head, tied_head
+from cluster.models.vocab import Embedding, Head, ShardedLogits, load_embedding, load_head, tied_head
 
 
 class DecoderTarget:
@@ -82,7 +82,7 @@ class DecoderTarget:
         """The ids of this shard's columns; those from `vocab_size` on are nobody's."""
         return range(self._head.start, self._head.start + self._head.columns)
 
-    def logits(self, hidden: Tensor) -> Columns:
+    def logits(self, hidden: Tensor) -> ShardedLogits:
         """Post-norm hidden `[T, H]` -> logits over the vocabulary."""
         return self._head(hidden, self._exchange, self.arch.softcap)
 

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cluster.distributed.mesh import Part
+from cluster.distributed.mesh import Shard
 from cluster.kernels.interface import Kernels, Weight
 from cluster.models.arithmetic import joined
 from cluster.models.exchange import Shards, TokenExchange
 from cluster.models.load import Loader
 
-ALL = Part()
+ALL = Shard()
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Embedding:
 
     weight: Tensor
     start: int = 0
-    part: Part = ALL
+    part: Shard = ALL
 
     def __call__(self, ids: Tensor, exchange: TokenExchange) -> Tensor:
         """Token ids `[T]` -> rows `[T, H]`."""
@@ -39,7 +39,7 @@ class Embedding:
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class ShardedLogits:
     """What a head gives on one rank: logits `values` `[T', v]` of its columns `start` to `start + v - 1` of `vocab`.
 
     Those beyond the vocabulary are -inf, so that they are never chosen. Own rows begin with row `first`; the others are
@@ -66,14 +66,14 @@ class Head:
         """v, this shard's part of the vocabulary."""
         return self.weight.shape[1]
 
-    def __call__(self, rows: Tensor, exchange: TokenExchange, cap: float | None = None) -> Columns:
+    def __call__(self, rows: Tensor, exchange: TokenExchange, cap: float | None = None) -> ShardedLogits:
         """Rows `[T, H]` -> this shard's logits, bent so that they stay below `cap` (softcap)."""
         values, first = exchange.head(rows, self.weight)
         if cap is not None:
             values = torch.tanh(values / cap) * cap
         if self.start + self.columns > self.vocab:
             values[:, max(0, self.vocab - self.start) :] = float("-inf")
-        return Columns(values, self.vocab, self.start, first, exchange.shards)
+        return ShardedLogits(values, self.vocab, self.start, first, exchange.shards)
 
 
 def load_embedding(load: Loader, name: str, vocab: int, hidden: int) -> Embedding:
@@ -97,7 +97,7 @@ def tied_head(embedding: Embedding, vocab: int, kernels: Kernels) -> Head:
     return Head(kernels.weight(embedding.weight.t().contiguous()), vocab, embedding.start)
 
 
-def chosen_head(whole: Head, ids: Tensor, part: Part, kernels: Kernels) -> Head:
+def chosen_head(whole: Head, ids: Tensor, part: Shard, kernels: Kernels) -> Head:
     """This rank's shard of the head's columns for `ids` `[Vd]` only (FR-Spec, arXiv 2502.14856)."""
     each = -(-ids.shape[0] // part.size)
     start = part.rank * each

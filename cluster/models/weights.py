@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from cluster.distributed.mesh import Part
+from cluster.distributed.mesh import Shard
 from cluster.kernels.interface import Stack, Weight
 from cluster.kernels.quantised import Quantised, alike, fit
 from cluster.models.arithmetic import chosen, joined
@@ -122,7 +122,7 @@ class WeightLoader:
         return weight, joined(biases) if bias else None
 
     def inputs(
-        self, name: str, rows: int, columns: int, span: Span, bias: bool, part: Part
+        self, name: str, rows: int, columns: int, span: Span, bias: bool, part: Shard
     ) -> tuple[Weight, Tensor | None]:
         """A row-parallel projection, of the inputs in `span`; only part 0 adds the bias."""
         weight = self.weight(self.matrix(f"{name}.weight", rows, columns, columns=span))

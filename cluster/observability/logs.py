@@ -256,7 +256,7 @@ def level_and_logger(line: str) -> tuple[int, str]:
     return level, words[2] if level else ""
 
 
-class Follower:
+class LogFollower:
     """Reads what is appended to a log after this object was made."""
 
     def __init__(self, path: str) -> None:

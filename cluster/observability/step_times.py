@@ -1,7 +1,7 @@
 """Predicted times of steps, of which the number of prompt rows beside decoding requests and expected waits follow.
 
 A step with prompt rows may take 1 / (1 - share) times as long as its decoding alone: at 0.5 twice as long, half of it
-for each side. A `Pace` predicts the times of steps from a few that were measured at start (`engine/calibrate.py`).
+for each side. A `StepTimes` predicts the times of steps from a few that were measured at start (`engine/calibrate.py`).
 """
 
 from bisect import bisect_left, bisect_right
@@ -16,7 +16,7 @@ READING = 1 / 6  # most of a chunk's cost that reading its prefix may be: a long
 Curve = tuple[tuple[int, float], ...]
 
 
-class Bargain(NamedTuple):
+class PrefillBudget(NamedTuple):
     """Of a step, in microseconds: how long this rank is busy with decoding requests (`busy`), and what its prompt rows
     may take besides (`allowance`).
     """
@@ -26,7 +26,7 @@ class Bargain(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class StepTimes:
     """Predicted times of steps, in microseconds. `tree` is N, the target rows of a decoding request.
 
     `decode` is the time by decoding requests in each group; every request adds `token` for each token of the longest
@@ -69,14 +69,14 @@ class Pace:
         """The time of a step in which requests with so many tokens decode, and nothing else runs."""
         return max(0.0, _at(self.decode, len(committed))) + self.token * len(committed) * max(committed, default=0)
 
-    def bargain(self, committed: Sequence[int], busiest: float) -> Bargain:
+    def prefill_budget(self, committed: Sequence[int], busiest: float) -> PrefillBudget:
         """The time that prompt rows may take beside this rank's decoding requests, if the decoding of the busiest other
         rank takes `busiest`. A rank that decodes less has time left, less its part in the work for the others' rows.
         """
         own, crowded = self.decoding(committed), self.crowd * (self.groups - 1)
         most = max(own, busiest)
         busy = own + (most - own) * crowded / (1.0 + crowded)
-        return Bargain(busy, most / (1.0 - self.share) - busy)
+        return PrefillBudget(busy, most / (1.0 - self.share) - busy)
 
     def cost(self, beside: int, start: int, rows: int, others: int = 0) -> float:
         """The time of prompt rows `start` to `start + rows - 1` beside `beside` other target rows, while `others` other

@@ -18,7 +18,7 @@ OF_A_SERVER = (
 """Settings that only a server has a use for: it routes, queues and restarts."""
 
 
-class Place:
+class PromptPlace:
     """Where a prompt stands in the caller's argument, for errors about it."""
 
     def __init__(self, field: str, argument: str, at: int | None) -> None:

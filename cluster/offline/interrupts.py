@@ -7,19 +7,19 @@ from contextlib import contextmanager
 from types import FrameType
 
 
-class Held:
+class HeldInterrupt:
     """Whether Ctrl-C was pressed while it was held."""
 
     pressed = False
 
 
 @contextmanager
-def interrupt_held() -> Iterator[Held]:
+def interrupt_held() -> Iterator[HeldInterrupt]:
     """Note the first Ctrl-C instead of raising it, so that what must not be cut short can end; the second is raised.
 
     Python raises Ctrl-C in its main thread only. In other threads there is nothing to hold.
     """
-    held = Held()
+    held = HeldInterrupt()
     if threading.current_thread() is not threading.main_thread():
         yield held
         return

@@ -14,18 +14,18 @@ from typing import Any, Self
 from cluster.api.core.errors import ApiError
 from cluster.api.core.fields import WARNING_HEADER
 from cluster.api.http.api_adapters import Reader, asked_chat, asked_text
-from cluster.api.http.calls import Call
+from cluster.api.http.calls import GenerateCall
 from cluster.chat.formats.choose import named
 from cluster.config import ConfigError
 from cluster.engine.build import build_engine
 from cluster.engine.engine import Engine
-from cluster.offline.arguments import Params, Place, Prompt, config_of, conversations_of, params_for, prompts_of
+from cluster.offline.arguments import Params, Prompt, PromptPlace, config_of, conversations_of, params_for, prompts_of
 from cluster.offline.interrupts import interrupt_held
 from cluster.offline.local_model import LocalModel, SamplingDefaults
-from cluster.offline.outputs import Answer, RequestOutput
+from cluster.offline.outputs import GrowingAnswer, RequestOutput
 from cluster.offline.progress import Progress
 from cluster.offline.stepping import steps
-from cluster.request import RequestOutput as StepOutput
+from cluster.request import SequenceOutput as StepOutput
 from cluster.status import RankInfo
 
 logger = logging.getLogger(__name__)
@@ -89,13 +89,13 @@ class LLM:
         with self._running() as engine:
             asked = []
             for at, (prompt, own) in enumerate(zip(given, params, strict=True)):
-                place = Place("prompt", "prompts", at if many else None)
+                place = PromptPlace("prompt", "prompts", at if many else None)
                 if isinstance(prompt, str) and self._model.tokenizer is None:
                     remedy = "give token ids, or a folder with a tokenizer as tokenizer"
                     raise ValueError(f"{place.name}: a text needs a tokenizer, and this model has none; {remedy}")
                 text = prompt if isinstance(prompt, str) else None
                 call = self._understood(asked_text, {"prompt": [prompt], **own.body()}, place)
-                asked.append(Answer(text, call.choices, call.shape))
+                asked.append(GrowingAnswer(text, call.choices, call.shape))
             return self._answered(engine, asked, use_tqdm)
 
     def chat(
@@ -139,9 +139,9 @@ class LLM:
                 raise ValueError("messages: this model has no chat template; give a prompt to generate()")
             asked = []
             for at, (talk, own) in enumerate(zip(given, params, strict=True)):
-                place = Place("messages", "messages", at if many else None)
+                place = PromptPlace("messages", "messages", at if many else None)
                 call = self._understood(asked_chat, {"messages": talk, **own.chat_body(), **beside}, place)
-                asked.append(Answer(None, call.choices, call.shape))
+                asked.append(GrowingAnswer(None, call.choices, call.shape))
             return self._answered(engine, asked, use_tqdm)
 
     def info(self) -> RankInfo:
@@ -179,7 +179,7 @@ class LLM:
             self._engine, self._over = None, why
             self._free()
 
-    def _understood(self, read: Reader, body: Mapping[str, Any], place: Place) -> Call:
+    def _understood(self, read: Reader, body: Mapping[str, Any], place: PromptPlace) -> GenerateCall:
         """The sequences of one prompt. Errors say where in the caller's list it is.
 
         Raises:
@@ -196,7 +196,7 @@ class LLM:
             logger.warning("%s", place.told(call.headers[WARNING_HEADER]))
         return call
 
-    def _answered(self, engine: Engine, answers: Sequence[Answer], use_tqdm: bool) -> list[RequestOutput]:
+    def _answered(self, engine: Engine, answers: Sequence[GrowingAnswer], use_tqdm: bool) -> list[RequestOutput]:
         """Run all sequences to their ends."""
         owners = {choice.request.request_id: (answer, choice) for answer in answers for choice in answer.choices}
         requests = [choice.request for _, choice in owners.values()]

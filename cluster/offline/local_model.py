@@ -6,10 +6,10 @@ from collections.abc import Coroutine
 from typing import Any, Literal, TypeVar
 
 from cluster.api.core.grammars import Grammars
-from cluster.api.core.service import Limits, ModelInfo
+from cluster.api.core.service import ModelInfo, RequestLimits
 from cluster.api.core.tokenizer import ChatTokenizer, Parsers
-from cluster.api.http.api_adapters import Asked
-from cluster.api.http.calls import Call, understand
+from cluster.api.http.api_adapters import CoreRequest
+from cluster.api.http.calls import GenerateCall, understand
 from cluster.arch.generation import sampling_defaults
 from cluster.engine.engine import Engine
 
@@ -43,11 +43,11 @@ class LocalModel:
             eos_token_ids=info.eos_token_ids,
             sampling=sampling_defaults(path) if defaults == "model" else {},
         )
-        self.limits = Limits.of(info.context_length)
+        self.limits = RequestLimits.of(info.context_length)
         self.grammars = Grammars(self.tokenizer, self.model)
         self._loop = _LoopThread()
 
-    def understood(self, asked: Asked) -> Call:
+    def understood(self, asked: CoreRequest) -> GenerateCall:
         """The sequences of a request and the shape of its answer.
 
         Raises:

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from cluster.api.core.choices import Choice, Delta, joined
+from cluster.api.core.choices import Delta, OutputSequence, joined
 from cluster.api.openai.answers import AnswerShape, ranked
-from cluster.request import RequestOutput as StepOutput
+from cluster.request import SequenceOutput as StepOutput
 from cluster.request import TokenLogprob
 from cluster.tokenizer.tokenizer import TextTokenizer
 
@@ -73,10 +73,10 @@ class RequestOutput:
         return self.outputs[0].text
 
 
-class Answer:
+class GrowingAnswer:
     """The answers to one prompt while they grow. `choices` are its sequences, in the order of their index."""
 
-    def __init__(self, prompt: str | None, choices: Sequence[Choice], shape: AnswerShape) -> None:
+    def __init__(self, prompt: str | None, choices: Sequence[OutputSequence], shape: AnswerShape) -> None:
         """`shape` writes the answer as the REST API does."""
         self.choices, self._prompt, self._shape = choices, prompt, shape
         self._deltas: list[list[Delta]] = [[] for _ in choices]
@@ -87,7 +87,7 @@ class Answer:
         """Whether all sequences have ended."""
         return all(choice.finished or choice.index in self._errors for choice in self.choices)
 
-    def take(self, choice: Choice, output: StepOutput) -> None:
+    def take(self, choice: OutputSequence, output: StepOutput) -> None:
         """Add what a step gave to one of the sequences. One that failed keeps what it has; the log says why."""
         if output.error is not None:
             logger.warning("%s", output.error)

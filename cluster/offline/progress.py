@@ -5,7 +5,7 @@ from typing import Self
 
 from tqdm.auto import tqdm
 
-from cluster.offline.outputs import Answer
+from cluster.offline.outputs import GrowingAnswer
 
 
 class Progress:
@@ -20,7 +20,7 @@ class Progress:
         """Count tokens that a step gave."""
         self._tokens += tokens
 
-    def done(self, answer: Answer) -> None:
+    def done(self, answer: GrowingAnswer) -> None:
         """Count a prompt whose sequences have all ended."""
         for choice in answer.choices:
             if choice.speculation is not None:

@@ -4,12 +4,12 @@ from collections import deque
 from collections.abc import Generator, Sequence
 
 from cluster.engine.engine import Engine
-from cluster.request import Request, RequestOutput
+from cluster.request import Request, SequenceOutput
 
 
 def steps(
     engine: Engine, requests: Sequence[Request], at_once: int | None = None
-) -> Generator[tuple[RequestOutput, ...], None, None]:
+) -> Generator[tuple[SequenceOutput, ...], None, None]:
     """Yield the outputs of each step until all `requests` have ended. Closing the generator, or a failure, aborts those
     that have not.
 

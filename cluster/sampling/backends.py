@@ -3,16 +3,16 @@
 import importlib
 
 from cluster.kernels.interface import Kernels
-from cluster.sampling.c_sampler import CChooser
-from cluster.sampling.torch_sampler import TORCH, Chooser
+from cluster.sampling.c_sampler import CSampler
+from cluster.sampling.torch_sampler import TORCH, Sampler
 
 
-def chooser_of(kernels: Kernels) -> Chooser:
+def sampler_of(kernels: Kernels) -> Sampler:
     """The one that computes as `kernels` do."""
     if kernels.library is not None:
-        return CChooser(kernels.library)
+        return CSampler(kernels.library)
     if kernels.name in ("triton", "flashinfer"):
         loaded = importlib.import_module("cluster.sampling.triton_sampler")  # takes a second
-        chooser: Chooser = loaded.TritonChooser()
-        return chooser
+        sampler: Sampler = loaded.TritonChooser()
+        return sampler
     return TORCH

@@ -13,7 +13,7 @@ from torch import Tensor
 from cluster.capture.recorder import native
 from cluster.kernels.library import Library
 from cluster.sampling.noise import Noise, at_least_float32
-from cluster.sampling.sampling_inputs import Draw
+from cluster.sampling.sampling_inputs import SamplingInputs
 from cluster.sampling.token_bitmask import BARRED, WORD
 from cluster.sampling.torch_sampler import least_of
 
@@ -27,7 +27,7 @@ MOST = 64
 """Tokens that are taken of a row at once."""
 
 
-class Arguments(Structure):
+class ChoiceArguments(Structure):
     """`struct aerie_choice`."""
 
     _fields_ = (
@@ -37,7 +37,7 @@ class Arguments(Structure):
     )
 
 
-class CChooser:
+class CSampler:
     """`Chooser` by the function of a `library`."""
 
     def __init__(self, library: Library) -> None:
@@ -51,21 +51,26 @@ class CChooser:
         return Noise(keys, hashes, dtype)
 
     def best(
-        self, values: Tensor, draws: Sequence[Draw], least: Tensor | None, masks: Tensor | None = None
+        self, values: Tensor, draws: Sequence[SamplingInputs], least: Tensor | None, masks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """See `Chooser.best`."""
         scores, columns, _ = self._run(BEST, values, draws, least, 1, masks)
         return columns[:, 0], scores[:, 0]
 
     def likeliest(
-        self, values: Tensor, draws: Sequence[Draw], least: Tensor | None, count: int, masks: Tensor | None = None
+        self,
+        values: Tensor,
+        draws: Sequence[SamplingInputs],
+        least: Tensor | None,
+        count: int,
+        masks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `Chooser.likeliest`."""
         scores, columns, _ = self._run(LIKELIEST, values, draws, least, count, masks)
         return scores, columns
 
     def found(
-        self, values: Tensor, draws: Sequence[Draw], least: Tensor | None, count: int
+        self, values: Tensor, draws: Sequence[SamplingInputs], least: Tensor | None, count: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Chooser.found`."""
         return self._run(FOUND, values, draws, least, min(count, values.shape[1]), None)
@@ -74,7 +79,7 @@ class CChooser:
         self,
         kind: int,
         values: Tensor,
-        draws: Sequence[Draw],
+        draws: Sequence[SamplingInputs],
         least: Tensor | None,
         count: int,
         masks: Tensor | None,
@@ -129,7 +134,7 @@ class CChooser:
         scores, columns, total = made
         size, (requests, each) = values.shape[1], rows
         given = {"logits": values, "scores": scores, "columns": columns, "total": total, **drawn}
-        told = Arguments(requests=requests, each=each, size=size, stride=values.stride(0), count=scores.shape[1])
+        told = ChoiceArguments(requests=requests, each=each, size=size, stride=values.stride(0), count=scores.shape[1])
         told.kind, told.threads, told.barred = kind, torch.get_num_threads(), BARRED
         for name, tensor in given.items():
             setattr(told, name, tensor.data_ptr())
@@ -142,7 +147,7 @@ class CChooser:
         native(self._library.functions["choice", values.dtype], byref(told))
 
 
-def _drawn(draw: Draw, values: Tensor, least: Tensor | None) -> dict[str, Tensor]:
+def _drawn(draw: SamplingInputs, values: Tensor, least: Tensor | None) -> dict[str, Tensor]:
     """What C has to read of how rows of logits `values` draw.
 
     Raises:

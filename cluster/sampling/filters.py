@@ -37,7 +37,7 @@ def mass_of(tempered: Tensor, top: Tensor, kth: Tensor) -> Tensor:
     return (tempered - top).exp_().mul_(MASS).nan_to_num_(0.0).to(torch.int64).masked_fill_(tempered < kth, 0)
 
 
-class Rows(Protocol):
+class LogitRows(Protocol):
     """Rows of tempered logits over `vocab` columns, of which a rank may hold some; numbers of a row are `[B, 1]`."""
 
     vocab: int
@@ -59,8 +59,8 @@ class Rows(Protocol):
         ...
 
 
-class Whole:
-    """`Rows` with all their columns, `tempered` `[B, V]` in float32 or float64."""
+class WholeLogits:
+    """`LogitRows` with all their columns, `tempered` `[B, V]` in float32 or float64."""
 
     def __init__(self, tempered: Tensor) -> None:
         self.vocab = tempered.shape[1]
@@ -68,24 +68,24 @@ class Whole:
         self._mass: Tensor | None = None
 
     def highest(self) -> Tensor:
-        """See `Rows.highest`."""
+        """See `LogitRows.highest`."""
         return self._tempered.amax(1, keepdim=True)
 
     def kth(self, rank: Tensor) -> Tensor:
-        """See `Rows.kth`."""
+        """See `LogitRows.kth`."""
         return float_of(self._numbers.least(rank), self._tempered.dtype)
 
     def weigh(self, top: Tensor, kth: Tensor) -> Tensor:
-        """See `Rows.weigh`."""
+        """See `LogitRows.weigh`."""
         self._mass = mass_of(self._tempered, top, kth)
         return self._mass.sum(1, keepdim=True)
 
     def reaching(self, needed: Tensor) -> Tensor:
-        """See `Rows.reaching`."""
+        """See `LogitRows.reaching`."""
         return float_of(self._numbers.least(needed, self._mass), self._tempered.dtype)
 
 
-def thresholds(rows: Rows, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+def thresholds(rows: LogitRows, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """The least of its tempered logits that each row keeps, `[B, 1]` like its filters.
 
     top_k comes first, top_p counts the mass of what that leaves, min_p is a share of the likeliest token's; the
@@ -105,5 +105,5 @@ def least_kept(tempered: Tensor, sampling: SamplingBatch) -> Tensor:
     rows = tempered.view(r * n, vocab)
     filters = [each[:, None].expand(r, n).reshape(-1, 1) for each in (sampling.top_k, sampling.top_p, sampling.min_p)]
     cuts = blocks(r * n, AT_ONCE * vocab, tempered.device)
-    parts = [thresholds(Whole(rows[cut]), *(each[cut] for each in filters)) for cut in cuts]
+    parts = [thresholds(WholeLogits(rows[cut]), *(each[cut] for each in filters)) for cut in cuts]
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(r, n, 1)

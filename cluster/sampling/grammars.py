@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cluster.batch import Constraint, Order
+from cluster.batch import RowGrammar, StepInput
 from cluster.capture.recorder import hosted
 from cluster.grammar.asked import GrammarError
-from cluster.sampling.token_bitmask import WORD, Bars, CBars
+from cluster.sampling.token_bitmask import WORD, Bars, CTokenBitmask
 
 logger = logging.getLogger(__name__)
 
@@ -67,10 +67,10 @@ class Make(Protocol):
         ...
 
 
-class Place:
+class GrammarPosition:
     """Where a request in a row of the tables is in its grammar: without a matcher if that has failed."""
 
-    def __init__(self, constraint: Constraint, make: Make) -> None:
+    def __init__(self, constraint: RowGrammar, make: Make) -> None:
         self._matcher: Matcher | None = None
         self._spent = self._longest = 0.0  # seconds of the processor beyond its share, and those of one call in them
         self._matcher = self._tried(make, constraint.grammar)
@@ -128,12 +128,12 @@ class GrammarTable:
 
     def __init__(self, vocab: int, make: Make, bars: Bars) -> None:
         self._vocab, self._make, self._bars = vocab, make, bars
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, GrammarPosition] = {}
 
     @property
     def frugal(self) -> bool:
         """Whether `apply` takes no memory but for what it returns, so that blocks of rows would only cost a copy."""
-        return isinstance(self._bars, CBars)
+        return isinstance(self._bars, CTokenBitmask)
 
     def read(self, grammar: str) -> None:
         """Do beforehand, in any thread, what takes long when a request with this grammar is admitted.
@@ -156,12 +156,12 @@ class GrammarTable:
         place = self._places.get(row)
         return place is not None and place.slow
 
-    def put(self, order: Order) -> None:
+    def put(self, order: StepInput) -> None:
         """Requests are admitted: those with a constraint get their place, rows of others lose theirs."""
         for each in order.samplings:
             self._places.pop(each.row, None)
         for constraint in order.constraints:
-            self._places[constraint.row] = Place(constraint, self._make)
+            self._places[constraint.row] = GrammarPosition(constraint, self._make)
 
     def commit(self, rows: Tensor, tokens: Tensor, lens: Tensor) -> None:
         """The first `lens` `[B]` of `tokens` `[B, n]` were generated for `rows` `[B]`."""

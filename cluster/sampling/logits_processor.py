@@ -9,56 +9,56 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from cluster.batch import Mode, Order
+from cluster.batch import SamplingMode, StepInput
 from cluster.device.staging import Staging
 from cluster.sampling.grammars import GrammarTable
-from cluster.sampling.penalties import AdjustmentTable
+from cluster.sampling.penalties import PenaltyTable
 from cluster.sampling.row_blocks import blocks
 
 AT_ONCE = 4  # numbers that adjusting needs on the way, for each logit
 
 
 @dataclass(frozen=True, slots=True)
-class AdjustTables:
+class LogitsTables:
     """What running requests change, by row: on the device their adjustments, on the host their grammars."""
 
-    adjustments: AdjustmentTable
+    adjustments: PenaltyTable
     grammars: GrammarTable
 
-    def stage(self, order: Order, staging: Staging) -> None:
+    def stage(self, order: StepInput, staging: Staging) -> None:
         """Put what admitted requests change on its way; `put` writes it where it arrives."""
         self.adjustments.stage(order, staging)
 
-    def put(self, order: Order, sent: Mapping[str, Tensor]) -> None:
+    def put(self, order: StepInput, sent: Mapping[str, Tensor]) -> None:
         """Write what `stage` sent."""
         self.adjustments.put(order, sent)
         self.grammars.put(order)
 
-    def of(self, rows: Tensor, mode: Mode) -> "Adjust | None":
+    def of(self, rows: Tensor, mode: SamplingMode) -> "LogitsProcessor | None":
         """What requests in `rows` `[R]` change in a step of this mode; None if nobody changes anything."""
-        adjustments = self.adjustments if Mode.ADJUSTED in mode else None
-        grammars = self.grammars if Mode.CONSTRAINED in mode else None
-        return Adjust(rows, adjustments, grammars, Mode.WORDS in mode) if mode.adjusts else None
+        adjustments = self.adjustments if SamplingMode.ADJUSTED in mode else None
+        grammars = self.grammars if SamplingMode.CONSTRAINED in mode else None
+        return LogitsProcessor(rows, adjustments, grammars, SamplingMode.WORDS in mode) if mode.adjusts else None
 
 
 @dataclass(frozen=True, slots=True)
-class Adjust:
+class LogitsProcessor:
     """What R requests in `rows` change: what the tables say that some request of the step needs, with bad words if some
     request has `words`. `path` `[R, n, D]` are the tokens of each row's path after those that the tables have counted,
     -1 beyond them; None where there are none.
     """
 
     rows: Tensor
-    adjustments: AdjustmentTable | None
+    adjustments: PenaltyTable | None
     grammars: GrammarTable | None
     words: bool = False
     path: Tensor | None = None
 
-    def after(self, path: Tensor) -> "Adjust":
+    def after(self, path: Tensor) -> "LogitsProcessor":
         """The same for rows after these paths."""
         return replace(self, path=path)
 
-    def narrow(self, requests: slice) -> "Adjust":
+    def narrow(self, requests: slice) -> "LogitsProcessor":
         """That of some requests."""
         return replace(self, rows=self.rows[requests], path=None if self.path is None else self.path[requests])
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from cluster.batch import Sampling, SamplingBatch
+from cluster.batch import RowSampling, SamplingBatch
 from cluster.device.staging import Staging, bits_of
 from cluster.request import GREEDY_BELOW
 from cluster.sampling.noise import at_least_float32
@@ -22,7 +22,7 @@ class SamplingTable:
         self._ints = torch.zeros(rows, 2, dtype=torch.int64, device=device)
 
     @staticmethod
-    def stage(samplings: Iterable[Sampling], staging: Staging) -> None:
+    def stage(samplings: Iterable[RowSampling], staging: Staging) -> None:
         """Put the parameters of admitted requests on their way; `put` writes them where they arrive."""
         rows: list[int] = []
         ints: list[int] = []

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from cluster.batch import Adjusting, Order
+from cluster.batch import RowPenalties, StepInput
 from cluster.device.staging import Staging, bits_of
 from cluster.sampling.noise import at_least_float32
 
@@ -23,7 +23,7 @@ PROMPT, LATE, ONCE = 1, 2, 4
 REPETITION = 2  # its place among the numbers of a row, of which it alone is 1 where it changes nothing
 
 
-class AdjustmentTable:
+class PenaltyTable:
     """The adjustments of all requests by row. It takes no memory before the first request that has some.
 
     `bias` `[rows, V]` are added to logits, `marks` `[rows, V]` int32 say what penalties ask of each token, `numbers`
@@ -58,7 +58,7 @@ class AdjustmentTable:
         self.tails = torch.full((rows, 0), -1, device=device)
         self._made = True
 
-    def stage(self, order: Order, staging: Staging) -> None:
+    def stage(self, order: StepInput, staging: Staging) -> None:
         """Put the adjustments of admitted requests on their way; rows of those without any become neutral."""
         adjusted = {each.row for each in order.adjustings}
         staging.add("plain", [each.row for each in order.samplings if each.row not in adjusted] if self._made else [])
@@ -72,7 +72,7 @@ class AdjustmentTable:
             staging.add(f"biases {i}", [bits_of(bias) for _, bias in each.bias])
             staging.add(f"words {i}", [token for word in each.bad_words for token in word])
 
-    def put(self, order: Order, sent: Mapping[str, Tensor]) -> None:
+    def put(self, order: StepInput, sent: Mapping[str, Tensor]) -> None:
         """Write what `stage` sent."""
         if not self._made:
             return
@@ -85,7 +85,7 @@ class AdjustmentTable:
         for i, each in enumerate(order.adjustings):
             self._put(each, {name.rpartition(" ")[0]: at for name, at in sent.items() if name.endswith(f" {i}")})
 
-    def _put(self, each: Adjusting, sent: Mapping[str, Tensor]) -> None:
+    def _put(self, each: RowPenalties, sent: Mapping[str, Tensor]) -> None:
         row, tokens = each.row, sent["tokens"]
         self.numbers[row] = sent["numbers"].view(torch.float64).to(self._dtype)
         self.missing[row : row + 1] = sent["missing"]
@@ -100,7 +100,7 @@ class AdjustmentTable:
         marks.index_add_(0, sent["late"], torch.full_like(sent["late"], LATE, dtype=marks.dtype))
         self._put_words(each, tokens, sent["words"])
 
-    def _put_words(self, each: Adjusting, tokens: Tensor, words: Tensor) -> None:
+    def _put_words(self, each: RowPenalties, tokens: Tensor, words: Tensor) -> None:
         """The bad words of a row, each at the end of its line, and the tokens before the next. The table is as large as
         rows need it now: every step with some compares all of it.
         """

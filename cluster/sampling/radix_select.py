@@ -14,7 +14,7 @@ FEW = 1 << 14  # numbers up to which sorting them is faster: it takes fewer oper
 DIGIT = 11  # bits of one histogram at most; fewer for short rows, which fewer bins serve better
 
 
-class Search(Protocol):
+class ThresholdSearch(Protocol):
     """Searches integers `[B, V]`."""
 
     def least(self, needed: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -25,19 +25,19 @@ class Search(Protocol):
         ...
 
 
-def search(numbers: Tensor) -> Search:
+def search(numbers: Tensor) -> ThresholdSearch:
     """The faster way for as many integers `[B, V]` as these."""
-    return Sorted(numbers) if numbers.numel() <= FEW else Digits(numbers)
+    return SortedSelect(numbers) if numbers.numel() <= FEW else RadixSelect(numbers)
 
 
-class Sorted:
-    """Walks down the sorted row. The twin of `Digits`."""
+class SortedSelect:
+    """Walks down the sorted row. The twin of `RadixSelect`."""
 
     def __init__(self, numbers: Tensor) -> None:
         self._sorted, self._order = numbers.sort(1, descending=True)
 
     def least(self, needed: Tensor, weights: Tensor | None = None) -> Tensor:
-        """See `Search.least`."""
+        """See `ThresholdSearch.least`."""
         if weights is None:
             return self._sorted.gather(1, needed - 1)
         reached = weights.gather(1, self._order).cumsum(1)
@@ -45,7 +45,7 @@ class Sorted:
         return self._sorted.gather(1, at)
 
 
-class Place(NamedTuple):
+class Digit(NamedTuple):
     """Which digit of `width` bits is looked at: bits `low` to `high - 1`, of numbers whose bits above are `found`."""
 
     width: int
@@ -59,7 +59,7 @@ class Place(NamedTuple):
         return 1 << (self.high - self.low)
 
 
-def histogram_(bins: Tensor, numbers: Tensor, place: Place, weights: Tensor | None = None) -> Tensor:
+def histogram_(bins: Tensor, numbers: Tensor, place: Digit, weights: Tensor | None = None) -> Tensor:
     """The weight of all `numbers` `[B, V]` by their digit at `place`, in `bins` `[B, at least as many as it has]`."""
     digits, kind = numbers >> place.low, bins.dtype
     if place.high == place.width:
@@ -72,14 +72,14 @@ def histogram_(bins: Tensor, numbers: Tensor, place: Place, weights: Tensor | No
     return bins.zero_().scatter_add_(1, digits.to(torch.int64), inside.expand(numbers.shape))
 
 
-def descend(filled: Callable[[Place], Tensor], spare: Tensor, digit: int, dtype: torch.dtype) -> Tensor:
+def descend(filled: Callable[[Digit], Tensor], spare: Tensor, digit: int, dtype: torch.dtype) -> Tensor:
     """The number of `dtype` in each row, `[B, 1]`, below which as much weight lies as fits into `spare` `[B, 1]`, found
     `digit` bits at a time. `filled` gives the histogram at a place.
     """
     width = 8 * dtype.itemsize
     found = torch.zeros_like(spare, dtype=dtype)
     for high in range(width, 0, -digit):
-        place = Place(width, high, max(0, high - digit), found)
+        place = Digit(width, high, max(0, high - digit), found)
         weights = filled(place)
         upto = weights.cumsum(1)
         at = torch.searchsorted(upto, spare, right=True).clamp_(max=place.bins - 1)
@@ -89,7 +89,7 @@ def descend(filled: Callable[[Place], Tensor], spare: Tensor, digit: int, dtype:
     return found
 
 
-class Digits:
+class RadixSelect:
     """Finds the number's bits from the top: a histogram of one digit says in which bin it lies, and the next one looks
     inside that bin (radix selection, as in Alabi et al., "Fast k-selection algorithms for graphics processing units",
     2012). Three histograms do for 32 bits.
@@ -100,7 +100,7 @@ class Digits:
         self._digit = max(4, min(DIGIT, numbers.shape[1].bit_length()))
 
     def least(self, needed: Tensor, weights: Tensor | None = None) -> Tensor:
-        """See `Search.least`."""
+        """See `ThresholdSearch.least`."""
         rows, vocab = self._numbers.shape
         kind = torch.int32 if weights is None else torch.int64
         bins = torch.zeros(rows, 1 << self._digit, dtype=kind, device=needed.device)

@@ -1,6 +1,6 @@
 """What is chosen from logits: the target's token after every node, a draft's proposals, log-probabilities to report.
 
-A `Chooser` takes the best of the columns that a rank holds. Where these are a shard of all, `sharded` makes one choice
+A `Sampler` takes the best of the columns that a rank holds. Where these are a shard of all, `sharded` makes one choice
 of what the shards found. Legend: R requests, n rows of each, T rows, V token ids, v columns on this rank.
 """
 
@@ -10,17 +10,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from cluster.models.vocab import Columns
+from cluster.models.vocab import ShardedLogits
 from cluster.sampling.noise import at_least_float32
 from cluster.sampling.row_blocks import blocks
-from cluster.sampling.sampling_inputs import Draw
-from cluster.sampling.sharded import Found, best_of_all, told, top_of_all, whole
-from cluster.sampling.torch_sampler import TORCH, Chooser, first_of_nan, joined
+from cluster.sampling.sampling_inputs import SamplingInputs
+from cluster.sampling.sharded import ShardBest, best_of_all, told, top_of_all, whole
+from cluster.sampling.torch_sampler import TORCH, Sampler, first_of_nan, joined
 
 TOP_LOGPROBS = 20
 
 
-def adjusted(columns: Columns, draws: Sequence[Draw], ids: Tensor | None = None) -> tuple[Columns, Tensor | None]:
+def adjusted(
+    columns: ShardedLogits, draws: Sequence[SamplingInputs], ids: Tensor | None = None
+) -> tuple[ShardedLogits, Tensor | None]:
     """All columns of own rows, adjusted as `draws` say; the columns themselves where no request of the step has
     adjustments. `ids` `[V]` are the tokens of columns that are not the vocabulary in its order.
 
@@ -45,16 +47,16 @@ def adjusted(columns: Columns, draws: Sequence[Draw], ids: Tensor | None = None)
     return replace(columns, values=parts[0] if len(parts) == 1 else torch.cat(parts)), None
 
 
-def choose(columns: Columns, draws: Sequence[Draw], chooser: Chooser = TORCH) -> tuple[Tensor, Tensor]:
+def choose(columns: ShardedLogits, draws: Sequence[SamplingInputs], sampler: Sampler = TORCH) -> tuple[Tensor, Tensor]:
     """The target's token after every own row and its score, `[T]` each; `draws` are of T rows together, in order."""
     columns, masks = adjusted(columns, draws)
     draws, least = told(columns, draws)
-    chosen, score = chooser.best(columns.values, draws, least, masks)
+    chosen, score = sampler.best(columns.values, draws, least, masks)
     return (chosen, score) if columns.shards is None else best_of_all(columns, columns.shards, chosen, score)
 
 
 def likeliest(
-    columns: Columns, draw: Draw, count: int, chooser: Chooser = TORCH, masks: Tensor | None = None
+    columns: ShardedLogits, draw: SamplingInputs, count: int, sampler: Sampler = TORCH, masks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The `count` tokens of the highest score after each own row, and the log-probability that the scores give them:
     (log-probabilities, columns), `[T, count]` each. A row that is not finite has NaN, and the first columns. `columns`
@@ -62,8 +64,8 @@ def likeliest(
     """
     draws, least = told(columns, [draw])
     if columns.shards is None:
-        return chooser.likeliest(columns.values, draws, least, count, masks)
-    found = Found(*chooser.found(columns.values, draws, least, count))
+        return sampler.likeliest(columns.values, draws, least, count, masks)
+    found = ShardBest(*sampler.found(columns.values, draws, least, count))
     merged = top_of_all(columns, columns.shards, found, count)
     likely = (merged.values - merged.total.masked_fill(merged.total.isinf(), float("nan"))).to(found.values.dtype)
     return likely, first_of_nan(likely, merged.columns)
@@ -90,41 +92,41 @@ class Scores:
     ranks: Tensor
 
 
-def logprobs(columns: Columns, rows: Tensor, tokens: Tensor, chooser: Chooser = TORCH) -> Logprobs:
+def logprobs(columns: ShardedLogits, rows: Tensor, tokens: Tensor, sampler: Sampler = TORCH) -> Logprobs:
     """Those of the unfiltered, untempered model: of `tokens` `[T]` after own `rows` `[T]`."""
     count, shards = min(TOP_LOGPROBS, columns.vocab), columns.shards
     asked = torch.stack([rows + columns.first, tokens])
     if shards is not None and shards.wide:
         asked = shards.spread(asked.t()).t()
-    values, columns_, total, own = joined(_asked(columns, asked, count, chooser))
+    values, columns_, total, own = joined(_asked(columns, asked, count, sampler))
     if shards is None:
         return Logprobs((own - total)[:, 0], values - total, columns_)
-    merged = top_of_all(columns, shards, Found(values, columns_, total, own), count)
+    merged = top_of_all(columns, shards, ShardBest(values, columns_, total, own), count)
     made = merged.others.gather(0, (tokens // columns.values.shape[1])[None, :, None])[0]
     dtype = total.dtype
     return Logprobs((made - merged.total)[:, 0].to(dtype), (merged.values - merged.total).to(dtype), merged.columns)
 
 
-def _asked(columns: Columns, asked: Tensor, count: int, chooser: Chooser) -> list[tuple[Tensor, ...]]:
-    """What `Found` says of rows, and the logit of a token in each; `asked` `[2, T']` are both. Where another shard has
-    the token, any.
+def _asked(columns: ShardedLogits, asked: Tensor, count: int, sampler: Sampler) -> list[tuple[Tensor, ...]]:
+    """What `ShardBest` says of rows, and the logit of a token in each; `asked` `[2, T']` are both. Where another shard
+    has the token, any.
     """
     width, dtype = columns.values.shape[1], at_least_float32(columns.values.dtype)
     rows, local = asked[0], (asked[1] - columns.start).clamp_(0, width - 1)
     parts: list[tuple[Tensor, ...]] = []
     for block in blocks(rows.shape[0], width, columns.values.device):
         some = columns.values.index_select(0, rows[block])
-        parts.append((*chooser.found(some, (), None, count), some.gather(1, local[block, None]).to(dtype)))
+        parts.append((*sampler.found(some, (), None, count), some.gather(1, local[block, None]).to(dtype)))
     return parts
 
 
-def scores(columns: Columns, tokens: Tensor, chooser: Chooser = TORCH) -> Scores:
+def scores(columns: ShardedLogits, tokens: Tensor, sampler: Sampler = TORCH) -> Scores:
     """Those of `tokens` `[q]`, one after each own row, by the unfiltered, untempered model."""
     rows = torch.arange(tokens.shape[0], device=tokens.device)
-    return Scores(logprobs(columns, rows, tokens, chooser), ranks(columns, tokens))
+    return Scores(logprobs(columns, rows, tokens, sampler), ranks(columns, tokens))
 
 
-def ranks(columns: Columns, tokens: Tensor) -> Tensor:
+def ranks(columns: ShardedLogits, tokens: Tensor) -> Tensor:
     """How many tokens are at least as likely as that of `tokens` `[q]` after each own row, `[q]`."""
     values, shards = columns.values, columns.shards
     if shards is None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cluster.batch import SamplingBatch
-from cluster.sampling.logits_processor import Adjust
+from cluster.sampling.logits_processor import LogitsProcessor
 from cluster.sampling.noise import Noise
 
 WORDS = 6
@@ -15,7 +15,7 @@ WORDS = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class SamplingInputs:
     """R requests with `each` rows of logits. `noise` is at m positions of each request; None when no request samples.
 
     Row i of a request has the noise at its position `which[:, i]`, `[R, each]`. `which` is None where all rows share
@@ -26,20 +26,20 @@ class Draw:
     sampling: SamplingBatch
     noise: Noise | None
     which: Tensor | None = None
-    adjust: Adjust | None = None
+    adjust: LogitsProcessor | None = None
 
     @property
     def requests(self) -> int:
         """R."""
         return self.sampling.seeds.shape[0]
 
-    def of(self, block: slice) -> "Draw":
+    def of(self, block: slice) -> "SamplingInputs":
         """That of some requests, which often are all of them, whose logits are adjusted already."""
         if self.noise is None or block.stop - block.start == self.requests:
             return self
         which = None if self.which is None else self.which[block]
         sampling = self.sampling.narrow(block.start, block.stop)
-        return Draw(self.each, sampling, self.noise.narrow(block), which)
+        return SamplingInputs(self.each, sampling, self.noise.narrow(block), which)
 
     def by_row(self, numbers: Tensor) -> Tensor:
         """A number of each request `[R]`, for each of its rows, `[R * each]`."""
@@ -55,40 +55,44 @@ class Draw:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawing:
+class PhaseSampling:
     """How requests draw in a phase of a step. `noise` is that at the positions which their next tokens may have."""
 
     sampling: SamplingBatch
     noise: Noise | None
-    adjust: Adjust | None
+    adjust: LogitsProcessor | None
 
-    def narrow(self, start: int, stop: int) -> "Drawing":
+    def narrow(self, start: int, stop: int) -> "PhaseSampling":
         """That of requests `start` to `stop - 1`."""
         noise = None if self.noise is None else self.noise.narrow(slice(start, stop))
         adjust = None if self.adjust is None else self.adjust.narrow(slice(start, stop))
-        return Drawing(self.sampling.narrow(start, stop), noise, adjust)
+        return PhaseSampling(self.sampling.narrow(start, stop), noise, adjust)
 
-    def at(self, position: int, each: int = 1, path: Tensor | None = None) -> Draw:
+    def at(self, position: int, each: int = 1, path: Tensor | None = None) -> SamplingInputs:
         """How `each` rows of every request draw the tokens at one position, after `path` `[R, each, D]`, which only
         adjustments need.
         """
         noise = None if self.noise is None else self.noise.at(position)
-        return Draw(each, self.sampling, noise, None, self._after(path))
+        return SamplingInputs(each, self.sampling, noise, None, self._after(path))
 
-    def along(self, each: int, positions: int, which: Tensor | None, path: Tensor | None) -> Draw:
-        """How `each` rows of every request draw, at the first `positions`; `which` as in `Draw`, `path` as in `at`."""
+    def along(self, each: int, positions: int, which: Tensor | None, path: Tensor | None) -> SamplingInputs:
+        """How `each` rows of every request draw, at the first `positions`; `which` as in `SamplingInputs`, `path` as in
+        `at`.
+        """
         noise = None if self.noise is None else self.noise.at(0, positions)
-        return Draw(each, self.sampling, noise, which, self._after(path))
+        return SamplingInputs(each, self.sampling, noise, which, self._after(path))
 
-    def next(self, which: Tensor) -> Draw:
+    def next(self, which: Tensor) -> SamplingInputs:
         """How every request draws its next token, at position `which` `[R]`."""
-        return Draw(1, self.sampling, None if self.noise is None else self.noise.pick(which), None, self.adjust)
+        return SamplingInputs(
+            1, self.sampling, None if self.noise is None else self.noise.pick(which), None, self.adjust
+        )
 
-    def _after(self, path: Tensor | None) -> Adjust | None:
+    def _after(self, path: Tensor | None) -> LogitsProcessor | None:
         return self.adjust if self.adjust is None or path is None else self.adjust.after(path)
 
 
-def words_of(draws: Sequence[Draw]) -> Tensor:
+def words_of(draws: Sequence[SamplingInputs]) -> Tensor:
     """How each of their T rows draws, as int64 `[T, WORDS]`; floats as the bits of float64."""
     parts = []
     for draw in draws:
@@ -99,7 +103,7 @@ def words_of(draws: Sequence[Draw]) -> Tensor:
     return torch.cat(parts)
 
 
-def checksum(draws: Sequence[Draw], real: Sequence[Tensor]) -> Tensor:
+def checksum(draws: Sequence[SamplingInputs], real: Sequence[Tensor]) -> Tensor:
     """One number, `[1]`, that tells whether rows are drawn elsewhere as they are here. `real` `[R]` says of each draw's
     requests which are not idle: what idle ones draw is nobody's, and cells that they share may differ.
     """
@@ -109,7 +113,7 @@ def checksum(draws: Sequence[Draw], real: Sequence[Tensor]) -> Tensor:
     return words.mul_(weights).sum(0, keepdim=True)
 
 
-def draw_of(words: Tensor, like: Draw) -> Draw:
+def draw_of(words: Tensor, like: SamplingInputs) -> SamplingInputs:
     """The rows that `words_of` describes, each as a request of its own; dtypes, tokens and filtering are as of `like`.
 
     Seeds are left out: they are in the keys.
@@ -120,4 +124,4 @@ def draw_of(words: Tensor, like: Draw) -> Draw:
     inverse, scale, top_p, min_p = floats.unbind(1)
     top_k, keys = words[:, 4], words[:, 5]
     one = SamplingBatch(inverse, scale, top_k, top_p, min_p, torch.zeros_like(keys), sampling.noisy, sampling.filtered)
-    return Draw(1, one, Noise(keys[:, None], noise.hashes, noise.dtype))
+    return SamplingInputs(1, one, Noise(keys[:, None], noise.hashes, noise.dtype))

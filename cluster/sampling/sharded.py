@@ -13,14 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cluster.batch import Mode
+from cluster.batch import SamplingMode
 from cluster.models.exchange import Shards
-from cluster.models.vocab import Columns
+from cluster.models.vocab import ShardedLogits
 from cluster.sampling.filters import AT_ONCE, INTEGER, float_of, mass_of, ordered, thresholds
 from cluster.sampling.noise import at_least_float32
-from cluster.sampling.radix_select import Place, descend, histogram_
+from cluster.sampling.radix_select import Digit, descend, histogram_
 from cluster.sampling.row_blocks import blocks
-from cluster.sampling.sampling_inputs import WORDS, Draw, draw_of, words_of
+from cluster.sampling.sampling_inputs import WORDS, SamplingInputs, draw_of, words_of
 
 DIGIT = 8  # bits of one histogram: 256 numbers of a row travel at once, in 4 rounds for 32 bits
 CHOSEN = 2  # numbers of a shard's best: its score and its column
@@ -39,7 +39,7 @@ class ShardedHead(NamedTuple):
     bits: int
     wide: bool
 
-    def choosing(self, mode: Mode, told: int) -> list[tuple[str, int]]:
+    def choosing(self, mode: SamplingMode, told: int) -> list[tuple[str, int]]:
         """The calls of `Shards` in which tokens are chosen, and their widths; a shard tells `told` numbers of a row.
 
         Where logits are adjusted all of them are told: what adjusts a row is known to its own group alone.
@@ -47,9 +47,9 @@ class ShardedHead(NamedTuple):
         if mode.adjusts:
             return [("compare", self.columns)]
         calls = []
-        if self.wide and Mode.NOISY in mode:
+        if self.wide and SamplingMode.NOISY in mode:
             calls.append(("spread", WORDS))
-        if Mode.FILTERED in mode:
+        if SamplingMode.FILTERED in mode:
             rounds = [("add", 1 << DIGIT)] * -(-self.bits // DIGIT)
             calls += [("highest", 1), *rounds, ("add", 1), *rounds]
         return [*calls, ("compare", told)]
@@ -64,10 +64,10 @@ class ShardedHead(NamedTuple):
         return [*([("spread", 1)] if self.wide else []), ("highest", 1), ("add", 1)]
 
 
-class Sharded:
+class ShardedRows:
     """`Rows` of which a rank holds a shard's columns. Tempered logits are made anew in each round, block by block."""
 
-    def __init__(self, columns: Columns, shards: Shards, inverse: Tensor) -> None:
+    def __init__(self, columns: ShardedLogits, shards: Shards, inverse: Tensor) -> None:
         """`inverse` `[T', 1]` are the inverse temperatures."""
         self.vocab, self._values, self._shards, self._inverse = columns.vocab, columns.values, shards, inverse
         count, each = self._values.shape
@@ -102,19 +102,19 @@ class Sharded:
     def _found(self, spare: Tensor, weights: Callable[[slice], Tensor | None]) -> Tensor:
         """The logit of each row below which as much weight lies as fits into `spare`."""
 
-        def part(block: slice, place: Place) -> Tensor:
+        def part(block: slice, place: Digit) -> Tensor:
             bins = torch.empty(block.stop - block.start, 1 << DIGIT, dtype=torch.int64, device=spare.device)
             here = place._replace(found=place.found[block])
             return histogram_(bins, ordered(self._tempered(block)), here, weights(block))
 
-        def filled(place: Place) -> Tensor:
+        def filled(place: Digit) -> Tensor:
             return self._shards.add(torch.cat([part(block, place) for block in self._blocks]))
 
         dtype = self._inverse.dtype
         return float_of(descend(filled, spare, DIGIT, INTEGER[dtype]), dtype)
 
 
-def told(columns: Columns, draws: Sequence[Draw]) -> tuple[Sequence[Draw], Tensor | None]:
+def told(columns: ShardedLogits, draws: Sequence[SamplingInputs]) -> tuple[Sequence[SamplingInputs], Tensor | None]:
     """How the rows that this rank scores draw, and the least tempered logit that each keeps, `[T', 1]`; None where a
     rank can tell that alone. `draws` are those of own rows, in order.
     """
@@ -129,11 +129,11 @@ def told(columns: Columns, draws: Sequence[Draw]) -> tuple[Sequence[Draw], Tenso
     def by_row(name: str) -> Tensor:
         return torch.cat([draw.by_row(getattr(draw.sampling, name)) for draw in draws])[:, None]
 
-    rows = Sharded(columns, shards, by_row("inverse_temperature"))
+    rows = ShardedRows(columns, shards, by_row("inverse_temperature"))
     return draws, thresholds(rows, by_row("top_k"), by_row("top_p"), by_row("min_p"))
 
 
-def best_of_all(columns: Columns, shards: Shards, chosen: Tensor, score: Tensor) -> tuple[Tensor, Tensor]:
+def best_of_all(columns: ShardedLogits, shards: Shards, chosen: Tensor, score: Tensor) -> tuple[Tensor, Tensor]:
     """Own rows' column of the highest score, and that score, `[T]` each, from those that each shard found, `[T']`.
 
     As within a shard the lowest column wins a tie, and NaN is the highest.
@@ -143,16 +143,16 @@ def best_of_all(columns: Columns, shards: Shards, chosen: Tensor, score: Tensor)
     return every[..., 1].gather(0, shard[None])[0].long(), highest.to(score.dtype)
 
 
-def whole(columns: Columns) -> Columns:
+def whole(columns: ShardedLogits) -> ShardedLogits:
     """All columns of own rows, in float32 at least where a rank has a shard of them."""
     if columns.shards is None:
         return columns
     every = columns.shards.compare(columns.values.double())  # and back, which is exact: what travels is in float64
     joined = every.transpose(0, 1).flatten(1)[:, : columns.vocab]
-    return Columns(joined.to(at_least_float32(columns.values.dtype)), columns.vocab)
+    return ShardedLogits(joined.to(at_least_float32(columns.values.dtype)), columns.vocab)
 
 
-class Found(NamedTuple):
+class ShardBest(NamedTuple):
     """The best scores of a shard's rows and their columns, `[T', k]`, the log of the sum over all columns, `[T', 1]`,
     and, where asked for, one number more of each row.
     """
@@ -163,7 +163,7 @@ class Found(NamedTuple):
     other: Tensor | None = None
 
 
-class Merged(NamedTuple):
+class MergedBest(NamedTuple):
     """The same over all shards, of own rows, in float64; `others` are what each shard said besides, `[n, T, 1]`."""
 
     values: Tensor
@@ -172,7 +172,7 @@ class Merged(NamedTuple):
     others: Tensor
 
 
-def top_of_all(columns: Columns, shards: Shards, found: Found, count: int) -> Merged:
+def top_of_all(columns: ShardedLogits, shards: Shards, found: ShardBest, count: int) -> MergedBest:
     """The `count` best of all shards, from what each of them found. The lowest column wins a tie."""
     at, order = found.columns.sort(1)  # as the shards are in order, so are the columns of all
     numbers = [found.values.gather(1, order), at + columns.start, found.total]
@@ -182,4 +182,4 @@ def top_of_all(columns: Columns, shards: Shards, found: Found, count: int) -> Me
     values, ids = (part.transpose(0, 1).flatten(1) for part in (every[..., :k], every[..., k : 2 * k]))
     highest, pick = values.sort(dim=1, descending=True, stable=True)
     total = every[..., 2 * k].logsumexp(0)[:, None]
-    return Merged(highest[:, :count], ids.gather(1, pick[:, :count]).long(), total, every[..., 2 * k + 1 :])
+    return MergedBest(highest[:, :count], ids.gather(1, pick[:, :count]).long(), total, every[..., 2 * k + 1 :])

@@ -25,9 +25,9 @@ Bars = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """What `barred` does, or equals it."""
 
 
-def bars_of(library: Library | None) -> Bars:
+def bitmask_of(library: Library | None) -> Bars:
     """How tokens are barred beside kernels of a `library`, or beside torch's."""
-    return barred if library is None else CBars(library)
+    return barred if library is None else CTokenBitmask(library)
 
 
 def barred(logits: Tensor, masks: Tensor, ids: Tensor | None) -> Tensor:
@@ -53,7 +53,7 @@ def _table(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.from_numpy(bits == 0).to(device, dtype) * BARRED
 
 
-class CBars:
+class CTokenBitmask:
     """Must equal `barred`, to the bit."""
 
     def __init__(self, library: Library) -> None:

@@ -15,7 +15,7 @@ from cluster.batch import SamplingBatch
 from cluster.sampling.filters import AT_ONCE, least_kept
 from cluster.sampling.noise import Noise, at_least_float32, keys_along
 from cluster.sampling.row_blocks import blocks
-from cluster.sampling.sampling_inputs import Draw
+from cluster.sampling.sampling_inputs import SamplingInputs
 from cluster.sampling.token_bitmask import barred
 
 FAR = 64.0
@@ -23,7 +23,7 @@ FAR = 64.0
 probability that matters to a draft. Among those ruled out the order by score remains."""
 
 
-class Chooser(Protocol):
+class Sampler(Protocol):
     """Takes the best of rows of logits `values` `[T, v]`, by scores in float32 at least.
 
     The rows draw as `draws` say, of T rows together, in order, or are ranked as they are where there are no draws.
@@ -39,7 +39,7 @@ class Chooser(Protocol):
         ...
 
     def best(
-        self, values: Tensor, draws: Sequence[Draw], least: Tensor | None, masks: Tensor | None = None
+        self, values: Tensor, draws: Sequence[SamplingInputs], least: Tensor | None, masks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """The column of the highest score, and that score, `[T]` each.
 
@@ -49,7 +49,12 @@ class Chooser(Protocol):
         ...
 
     def likeliest(
-        self, values: Tensor, draws: Sequence[Draw], least: Tensor | None, count: int, masks: Tensor | None = None
+        self,
+        values: Tensor,
+        draws: Sequence[SamplingInputs],
+        least: Tensor | None,
+        count: int,
+        masks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The log-probabilities that the scores give the `count` best, and their columns, `[T, count]` each. A row that
         is not finite has NaN, and the first columns.
@@ -57,7 +62,7 @@ class Chooser(Protocol):
         ...
 
     def found(
-        self, values: Tensor, draws: Sequence[Draw], least: Tensor | None, count: int
+        self, values: Tensor, draws: Sequence[SamplingInputs], least: Tensor | None, count: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The `count` best scores and their columns, `[T, count]` each, and the log of the sum over all columns,
         `[T, 1]`: of a shard's columns, which say nothing of log-probabilities. Without draws the lower column comes
@@ -66,26 +71,31 @@ class Chooser(Protocol):
         ...
 
 
-class TorchChooser:
-    """`Chooser` in torch's operators: the twin of the others."""
+class TorchSampler:
+    """`Sampler` in torch's operators: the twin of the others."""
 
     def noise(self, seeds: Tensor, first: Tensor, count: int, hashes: Tensor, dtype: torch.dtype) -> Noise:
-        """See `Chooser.noise`; kept where there is little of it."""
+        """See `Sampler.noise`; kept where there is little of it."""
         keys = keys_along(seeds, first, count)
         return Noise.of(keys, hashes, dtype)
 
     def best(
-        self, values: Tensor, draws: Sequence[Draw], least: Tensor | None, masks: Tensor | None = None
+        self, values: Tensor, draws: Sequence[SamplingInputs], least: Tensor | None, masks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See `Chooser.best`."""
+        """See `Sampler.best`."""
         values = values if masks is None else barred(values, masks, None)
         score, chosen = by_block(values, draws, least, lambda ranked: tuple(ranked.max(-1)))
         return chosen, score.to(at_least_float32(score.dtype))
 
     def likeliest(
-        self, values: Tensor, draws: Sequence[Draw], least: Tensor | None, count: int, masks: Tensor | None = None
+        self,
+        values: Tensor,
+        draws: Sequence[SamplingInputs],
+        least: Tensor | None,
+        count: int,
+        masks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """See `Chooser.likeliest`."""
+        """See `Sampler.likeliest`."""
         values = values if masks is None else barred(values, masks, None)
         wide = at_least_float32(values.dtype)
         likely, chosen = by_block(
@@ -94,15 +104,15 @@ class TorchChooser:
         return likely, first_of_nan(likely, chosen)
 
     def found(
-        self, values: Tensor, draws: Sequence[Draw], least: Tensor | None, count: int
+        self, values: Tensor, draws: Sequence[SamplingInputs], least: Tensor | None, count: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Chooser.found`."""
+        """See `Sampler.found`."""
         wide, taken = at_least_float32(values.dtype), best_and_total if draws else best_in_order
         top, columns, total = by_block(values, draws, least, lambda ranked: taken(ranked.to(wide), count))
         return top, columns, total
 
 
-TORCH = TorchChooser()
+TORCH = TorchSampler()
 
 
 def scored(
@@ -124,7 +134,7 @@ Taken = Callable[[Tensor], tuple[Tensor, ...]]
 """What is taken of the scores of some rows, `[.., v]`."""
 
 
-def by_block(values: Tensor, draws: Sequence[Draw], least: Tensor | None, taken: Taken) -> tuple[Tensor, ...]:
+def by_block(values: Tensor, draws: Sequence[SamplingInputs], least: Tensor | None, taken: Taken) -> tuple[Tensor, ...]:
     """What is `taken` of the scores of all rows of logits `[T, v]`, which draw as `draws` say. Scores live no longer
     than their block. Where nobody samples they are the logits.
     """
@@ -181,7 +191,7 @@ def _first(count: int, device: torch.device) -> Tensor:
     return torch.arange(count, device=device)
 
 
-def least_of(values: Tensor, draw: Draw) -> Tensor | None:
+def least_of(values: Tensor, draw: SamplingInputs) -> Tensor | None:
     """What filters keep of rows of logits `values` `[R n, v]`, `[R n, 1]`; None where no request has filters."""
     if not draw.sampling.filtered:
         return None

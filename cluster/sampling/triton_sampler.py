@@ -13,7 +13,7 @@ from cluster.kernels.filters import gpu as filters
 from cluster.kernels.launch import INTERPRETED, WIDE, launch, warps, whole
 from cluster.sampling.filters import MASS
 from cluster.sampling.noise import Noise, at_least_float32
-from cluster.sampling.sampling_inputs import Draw
+from cluster.sampling.sampling_inputs import SamplingInputs
 from cluster.sampling.token_bitmask import barred
 from cluster.sampling.torch_sampler import FAR, first_of_nan
 
@@ -21,7 +21,7 @@ COLUMNS = 4096  # of a row, for one program
 AT_ONCE = 2048  # of a row, for one step of a program that looks for its threshold
 
 
-class TritonChooser:
+class TritonSampler:
     """`Chooser` by Triton."""
 
     def noise(self, seeds: Tensor, first: Tensor, count: int, hashes: Tensor, dtype: torch.dtype) -> Noise:
@@ -32,7 +32,7 @@ class TritonChooser:
         return Noise(keys, hashes, dtype)
 
     def best(
-        self, values: Tensor, draws: Sequence[Draw], least: Tensor | None, masks: Tensor | None = None
+        self, values: Tensor, draws: Sequence[SamplingInputs], least: Tensor | None, masks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """See `Chooser.best`."""
         values = values if masks is None else barred(values, masks, None)
@@ -40,7 +40,12 @@ class TritonChooser:
         return columns[:, 0], scores[:, 0]
 
     def likeliest(
-        self, values: Tensor, draws: Sequence[Draw], least: Tensor | None, count: int, masks: Tensor | None = None
+        self,
+        values: Tensor,
+        draws: Sequence[SamplingInputs],
+        least: Tensor | None,
+        count: int,
+        masks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `Chooser.likeliest`."""
         values = values if masks is None else barred(values, masks, None)
@@ -49,13 +54,13 @@ class TritonChooser:
         return likely, first_of_nan(likely, columns)
 
     def found(
-        self, values: Tensor, draws: Sequence[Draw], least: Tensor | None, count: int
+        self, values: Tensor, draws: Sequence[SamplingInputs], least: Tensor | None, count: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Chooser.found`."""
         return self._found(values, draws, least, min(count, values.shape[1]), summed=True)
 
     def _found(
-        self, values: Tensor, draws: Sequence[Draw], least: Tensor | None, count: int, summed: bool
+        self, values: Tensor, draws: Sequence[SamplingInputs], least: Tensor | None, count: int, summed: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Scores and columns `[T, count]`, and the log of the sum `[T, 1]`, which is made if it is `summed`."""
         rows, size = values.shape
@@ -90,7 +95,7 @@ class TritonChooser:
         return scores, columns, total
 
 
-def _drawn(values: Tensor, draws: Sequence[Draw], least: Tensor | None) -> tuple[Tensor | None, ...]:
+def _drawn(values: Tensor, draws: Sequence[SamplingInputs], least: Tensor | None) -> tuple[Tensor | None, ...]:
     """Of each row: inverse temperature, noise scale, key; the tokens' hashes; and what filters keep of it.
 
     Raises:
@@ -115,7 +120,7 @@ def _drawn(values: Tensor, draws: Sequence[Draw], least: Tensor | None) -> tuple
     return inverse, scale, keys, noise.hashes.contiguous(), None if least is None else least.contiguous()
 
 
-def least_kept(values: Tensor, draw: Draw) -> Tensor:
+def least_kept(values: Tensor, draw: SamplingInputs) -> Tensor:
     """What filters keep of rows of logits `values` `[R n, v]`, `[R n, 1]`: the decisions of `filters.least_kept`."""
     sampling, wide, (rows, size) = draw.sampling, at_least_float32(values.dtype), values.shape
     least = values.new_empty(rows, 1, dtype=wide)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from cluster.attention.ancestor_bits import line_bits
-from cluster.batch import Batch, Seen
+from cluster.batch import AttentionMetadata, Batch
 from cluster.config.tree_shape import TreeShape
 from cluster.models.runner import DraftRunner
-from cluster.models.vocab import Columns
+from cluster.models.vocab import ShardedLogits
 from cluster.sampling.noise import at_least_float32
-from cluster.sampling.sampling_inputs import Draw, Drawing
+from cluster.sampling.sampling_inputs import PhaseSampling, SamplingInputs
 from cluster.spec.extend import extend_input, extend_seen
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.levels import Ancestry, after, grow
@@ -27,12 +27,12 @@ from cluster.spec.verify import Accepted
 class Draft(Protocol):
     """What the step asks of a draft, whatever it is made of."""
 
-    def draft(self, batch: Batch, carried: EagleDraftInput, drawing: Drawing, shape: TreeShape) -> DraftTree:
+    def draft(self, batch: Batch, carried: EagleDraftInput, drawing: PhaseSampling, shape: TreeShape) -> DraftTree:
         """Trees of `shape` for the R decoding requests; the first token of each is at seq_len + 1."""
         ...
 
     def extend(
-        self, batch: Batch, accepted: Accepted, features: list[Tensor], draw: Draw, shape: TreeShape
+        self, batch: Batch, accepted: Accepted, features: list[Tensor], draw: SamplingInputs, shape: TreeShape
     ) -> EagleDraftInput:
         """Run the committed rows through the draft; returns what the B requests carry to the next step.
 
@@ -45,12 +45,12 @@ class Draft(Protocol):
 class NoDraft:
     """Plain decoding as a tree of one node."""
 
-    def draft(self, batch: Batch, carried: EagleDraftInput, drawing: Drawing, shape: TreeShape) -> DraftTree:
+    def draft(self, batch: Batch, carried: EagleDraftInput, drawing: PhaseSampling, shape: TreeShape) -> DraftTree:
         """Trees that are only their root."""
         return chain(carried.bonus[:, None])
 
     def extend(
-        self, batch: Batch, accepted: Accepted, features: list[Tensor], draw: Draw, shape: TreeShape
+        self, batch: Batch, accepted: Accepted, features: list[Tensor], draw: SamplingInputs, shape: TreeShape
     ) -> EagleDraftInput:
         """Carry the bonus only."""
         bonus = accepted.bonus
@@ -69,7 +69,7 @@ class EagleDraft:
     def __init__(self, runner: DraftRunner, ranking: Ranking, sprout: Sprout = TorchGrowth) -> None:
         self._runner, self._ranking, self._sprout = runner, ranking, sprout
 
-    def draft(self, batch: Batch, carried: EagleDraftInput, drawing: Drawing, shape: TreeShape) -> DraftTree:
+    def draft(self, batch: Batch, carried: EagleDraftInput, drawing: PhaseSampling, shape: TreeShape) -> DraftTree:
         """Trees `[R, N]` for the decoding requests; see `Draft.draft`."""
         if shape.num_steps == 0:
             return chain(carried.bonus[:, None])
@@ -78,7 +78,7 @@ class EagleDraft:
         levels = _Again(self._runner, batch, carried, shape)
         return grow(carried, drawing, shape, self._ranking, levels, self._sprout)
 
-    def _chain(self, batch: Batch, carried: EagleDraftInput, drawing: Drawing, shape: TreeShape) -> DraftTree:
+    def _chain(self, batch: Batch, carried: EagleDraftInput, drawing: PhaseSampling, shape: TreeShape) -> DraftTree:
         """The tree of topk 1: every level has one row, which sees all before it. Equals `grow`, faster."""
         tokens, hidden = carried.topk_index, carried.hidden[:, None]
         path = [carried.bonus[:, None], tokens]
@@ -92,7 +92,7 @@ class EagleDraft:
         return chain(torch.cat(path, 1))
 
     def extend(
-        self, batch: Batch, accepted: Accepted, features: list[Tensor], draw: Draw, shape: TreeShape
+        self, batch: Batch, accepted: Accepted, features: list[Tensor], draw: SamplingInputs, shape: TreeShape
     ) -> EagleDraftInput:
         """Run the committed rows through the draft; see `Draft.extend`."""
         given = extend_input(batch, accepted, features, shape, self._runner.model.spec)
@@ -109,7 +109,7 @@ class _Again:
         self._runner, self._batch, self._ancestry = runner, batch, Ancestry(carried, shape)
         self._hidden = carried.hidden[:, None].expand(*carried.topk_index.shape, -1)
 
-    def run(self, level: int, tokens: Tensor, parent: Tensor | None) -> Columns:
+    def run(self, level: int, tokens: Tensor, parent: Tensor | None) -> ShardedLogits:
         bits = self._ancestry.descend(level, parent)
         hidden = after(self._hidden, parent)
         columns, self._hidden = run_level(self._runner, self._batch, level, tokens, hidden, bits)
@@ -118,14 +118,14 @@ class _Again:
 
 def run_level(
     runner: DraftRunner, batch: Batch, level: int, tokens: Tensor, hidden: Tensor, bits: Tensor
-) -> tuple[Columns, Tensor]:
+) -> tuple[ShardedLogits, Tensor]:
     """One level of K rows per request: `tokens` `[R, K]`, `hidden` `[R, K, H]` -> their logits, the next hidden.
 
     `bits` `[R or 1, K, ceil(level * K / 32)]` say which rows of the window, those of all levels so far, each row sees.
     """
     r, k = tokens.shape
     write = batch.window[:, (level - 1) * k : level * k].reshape(-1)
-    seen = Seen(write, batch.tree(bits, level * k))
+    seen = AttentionMetadata(write, batch.tree(bits, level * k))
     positions = (batch.seq_lens + (level - 1)).repeat_interleave(k)
     rows = hidden.reshape(r * k, hidden.shape[-1])
     normed, recurrent = runner.forward(tokens.reshape(-1), positions, rows, seen)

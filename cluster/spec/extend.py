@@ -5,7 +5,7 @@ from torch import Tensor
 
 from cluster.arch import DraftSpec
 from cluster.attention.ancestor_bits import line_bits
-from cluster.batch import Batch, Seen, with_prompts
+from cluster.batch import AttentionMetadata, Batch, with_prompts
 from cluster.config.tree_shape import TreeShape
 from cluster.spec.inputs import EagleDraftExtendInput
 from cluster.spec.verify import Accepted
@@ -30,8 +30,8 @@ def extend_input(
     )
 
 
-def extend_seen(batch: Batch, shape: TreeShape) -> Seen:
+def extend_seen(batch: Batch, shape: TreeShape) -> AttentionMetadata:
     """Rows in a line after each request's committed tokens, then the prompt chunks as the target saw them."""
     width = shape.num_steps + 1
     write = with_prompts(batch.window[:, :width].reshape(-1), batch.prompt.write)
-    return Seen(write, batch.tree(line_bits(width, width, write.device), width), batch.prompt.text)
+    return AttentionMetadata(write, batch.tree(line_bits(width, width, write.device), width), batch.prompt.text)

@@ -9,11 +9,11 @@ from torch import Tensor
 from cluster.capture.recorder import hosted
 from cluster.config.tree_shape import TreeShape
 from cluster.sampling.grammars import GrammarTable
-from cluster.sampling.logits_processor import Adjust
+from cluster.sampling.logits_processor import LogitsProcessor
 from cluster.spec.tree import DraftTree, ancestors_of
 
 
-def forced_into(tree: DraftTree, shape: TreeShape, adjust: Adjust) -> DraftTree:
+def forced_into(tree: DraftTree, shape: TreeShape, adjust: LogitsProcessor) -> DraftTree:
     """Trees `[R, N]` and up to F more nodes of each, `[R, N + F]`: what follows the deepest nodes comes first, because
     what the draft proposed before is spelled as the target would, and what follows the root is drafted already as far
     as the draft goes. Nodes that no grammar fills are padding.

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from cluster.attention.ancestor_bits import own_bits, words
 from cluster.config.tree_shape import TreeShape
-from cluster.models.vocab import Columns
-from cluster.sampling.sampling_inputs import Drawing
+from cluster.models.vocab import ShardedLogits
+from cluster.sampling.sampling_inputs import PhaseSampling
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.propose import Ranking
 from cluster.spec.tree import DraftTree, Sprout
@@ -20,7 +20,7 @@ from cluster.spec.tree import DraftTree, Sprout
 class Levels(Protocol):
     """Runs one level of a step's trees after another."""
 
-    def run(self, level: int, tokens: Tensor, parent: Tensor | None) -> Columns:
+    def run(self, level: int, tokens: Tensor, parent: Tensor | None) -> ShardedLogits:
         """Rows of `level` (1 is the first), `tokens` `[R, K]`, each after row `parent` `[R, K]` of the level before
         (None: after the root) -> the logits of the R K rows.
         """
@@ -28,7 +28,7 @@ class Levels(Protocol):
 
 
 def grow(
-    carried: EagleDraftInput, drawing: Drawing, shape: TreeShape, ranking: Ranking, levels: Levels, sprout: Sprout
+    carried: EagleDraftInput, drawing: PhaseSampling, shape: TreeShape, ranking: Ranking, levels: Levels, sprout: Sprout
 ) -> DraftTree:
     """EAGLE-2's dynamic trees (arXiv 2406.16858): each level keeps the K best rows by cumulative score.
 

@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cluster.attention.ancestor_bits import words
-from cluster.batch import Batch, Seen, with_prompts
+from cluster.batch import AttentionMetadata, Batch, with_prompts
 from cluster.config.tree_shape import TreeShape
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import zeros
 from cluster.models.runner import DraftRunner
-from cluster.models.vocab import Columns
-from cluster.sampling.sampling_inputs import Draw, Drawing
+from cluster.models.vocab import ShardedLogits
+from cluster.sampling.sampling_inputs import PhaseSampling, SamplingInputs
 from cluster.spec.extend import extend_input, extend_seen
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.levels import Ancestry, after, grow
@@ -57,7 +57,7 @@ class MultiLayerDraft:
         for kept in self._gave:
             kept.index_copy_(0, destination, kept.index_select(0, source))
 
-    def draft(self, batch: Batch, carried: EagleDraftInput, drawing: Drawing, shape: TreeShape) -> DraftTree:
+    def draft(self, batch: Batch, carried: EagleDraftInput, drawing: PhaseSampling, shape: TreeShape) -> DraftTree:
         """Trees `[R, N]` for the decoding requests; see `Draft.draft`."""
         if shape.num_steps == 0:
             return chain(carried.bonus[:, None])
@@ -65,7 +65,7 @@ class MultiLayerDraft:
 
     def run_level(
         self, batch: Batch, level: int, tokens: Tensor, source: Tensor, bits: Tensor
-    ) -> tuple[Columns, Tensor]:
+    ) -> tuple[ShardedLogits, Tensor]:
         """Runner `level` over the rows of all levels so far, `tokens` `[R, level K]` and their hidden `source`
         `[R, level K, H]` -> logits of the R K rows of the last level, and what the runner passes on `[R, level K, H]`.
         """
@@ -74,7 +74,7 @@ class MultiLayerDraft:
         depth = torch.arange(level, device=source.device).repeat_interleave(k)
         positions = (batch.seq_lens[:, None] + depth).reshape(-1)
         write = batch.window[:, :count].reshape(-1)
-        seen = Seen(write, batch.tree(bits, count), first=level)
+        seen = AttentionMetadata(write, batch.tree(bits, count), first=level)
         rows = source.reshape(r * count, source.shape[-1])
         normed, recurrent = runner.forward(tokens.reshape(-1), positions, rows, seen)
         last = normed.view(r, count, normed.shape[-1])[:, count - k :]
@@ -87,7 +87,7 @@ class MultiLayerDraft:
         return self._gave[level - 1].index_select(0, last)
 
     def extend(
-        self, batch: Batch, accepted: Accepted, features: list[Tensor], draw: Draw, shape: TreeShape
+        self, batch: Batch, accepted: Accepted, features: list[Tensor], draw: SamplingInputs, shape: TreeShape
     ) -> EagleDraftInput:
         """Run the committed rows through every runner; see `Draft.extend`."""
         given = extend_input(batch, accepted, features, shape, self._runners[0].model.spec)
@@ -115,7 +115,7 @@ class _OneEach:
         self._bits: list[Tensor] = []
         self._gave: Tensor | None = None
 
-    def run(self, level: int, tokens: Tensor, parent: Tensor | None) -> Columns:
+    def run(self, level: int, tokens: Tensor, parent: Tensor | None) -> ShardedLogits:
         r, k = tokens.shape
         self._tokens.append(tokens)
         self._bits.append(self._ancestry.descend(level, parent))

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from cluster.models.runner import DraftRunner
-from cluster.models.vocab import Columns
+from cluster.models.vocab import ShardedLogits
 from cluster.sampling.noise import token_hashes
 from cluster.sampling.sampler import adjusted, likeliest
-from cluster.sampling.sampling_inputs import Draw
-from cluster.sampling.torch_sampler import TORCH, Chooser
+from cluster.sampling.sampling_inputs import SamplingInputs
+from cluster.sampling.torch_sampler import TORCH, Sampler
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.verify import Accepted
 
@@ -22,7 +22,7 @@ from cluster.spec.verify import Accepted
 class Ranking(Protocol):
     """Picks the proposals of a draft."""
 
-    def propose(self, columns: Columns, draw: Draw) -> tuple[Tensor, Tensor]:
+    def propose(self, columns: ShardedLogits, draw: SamplingInputs) -> tuple[Tensor, Tensor]:
         """Logits of n rows of each request -> the K best (log-probability, target token id), `[B, n, K]` each.
 
         The noise of `draw` is the target's, at the one position of the proposals.
@@ -36,29 +36,29 @@ class CoupledRanking:
     Where draft and target agree on the distribution, they then also agree on the draw.
     """
 
-    def __init__(self, target_ids: Tensor, topk: int, own_ids: Tensor | None = None, chooser: Chooser = TORCH) -> None:
+    def __init__(self, target_ids: Tensor, topk: int, own_ids: Tensor | None = None, sampler: Sampler = TORCH) -> None:
         """`target_ids` `[Vd]` map the draft vocabulary to target ids; `own_ids` `[v]` are those of this rank's columns,
         if it has not all.
         """
-        self._target_ids, self._topk, self._chooser = target_ids, topk, chooser
+        self._target_ids, self._topk, self._sampler = target_ids, topk, sampler
         in_order = torch.equal(target_ids, torch.arange(target_ids.shape[0], device=target_ids.device))
         self._ids = None if in_order else target_ids
         self._hashes = token_hashes(target_ids)
         self._own = (target_ids, self._hashes) if own_ids is None else (own_ids, token_hashes(own_ids))
 
-    def propose(self, columns: Columns, draw: Draw) -> tuple[Tensor, Tensor]:
+    def propose(self, columns: ShardedLogits, draw: SamplingInputs) -> tuple[Tensor, Tensor]:
         """See `Ranking.propose`."""
         columns, masks = adjusted(columns, [draw], self._ids)
         if draw.noise is not None:
             own = self._own if draw.adjust is None else (self._target_ids, self._hashes)
             draw = replace(draw, noise=draw.noise.over(*own))
-        likely, chosen = likeliest(columns, draw, self._topk, self._chooser, masks)
+        likely, chosen = likeliest(columns, draw, self._topk, self._sampler, masks)
         shape = draw.requests, draw.each, self._topk
         return likely.view(shape), self._target_ids.take(chosen).view(shape)
 
 
 def carry(
-    runner: DraftRunner, ranking: Ranking, draw: Draw, accepted: Accepted, gave: tuple[Tensor, Tensor]
+    runner: DraftRunner, ranking: Ranking, draw: SamplingInputs, accepted: Accepted, gave: tuple[Tensor, Tensor]
 ) -> EagleDraftInput:
     """What requests carry to the next draft, from the output `gave` of the extend at each request's last row.
 

@@ -20,7 +20,7 @@ from cluster.spec.verify import Accepted
 
 
 @dataclass(frozen=True, slots=True)
-class Phases:
+class PhaseTimes:
     """When the device came to the step's phases, and to its end."""
 
     timer: Timer
@@ -64,7 +64,7 @@ class Trees:
 
 
 @dataclass(frozen=True, slots=True)
-class Decided:
+class StepDecisions:
     """A step's decisions on the host.
 
     `tokens` are S + 1 for each request, of which `accept_len` were accepted; from number `finite` on the target's
@@ -101,7 +101,7 @@ class StepOutput:
     finals: int
     rows: int
     logprobs: Logprobs | None
-    phases: Phases
+    phases: PhaseTimes
     scores: Scores | None = None
     trees: Trees | None = None
     counted: bool = False
@@ -114,7 +114,7 @@ class StepOutput:
         prompts: tuple[Tensor, Tensor],
         drawn: Tensor,
         logprobs: Logprobs | None,
-        phases: Phases,
+        phases: PhaseTimes,
     ) -> "StepOutput":
         """`scores` `[R, S + 1]` are those of the accepted tokens; `prompts` are `first` `[F]` and `sound` `[c]`."""
         first, sound = prompts
@@ -143,14 +143,14 @@ class StepOutput:
         """The same in memory of its own, which no later replay overwrites."""
         return self.each(Tensor.clone)
 
-    def read(self) -> Decided:
+    def read(self) -> StepDecisions:
         """What it says, if it lies in the host's memory."""
         numbers: list[int] = self.packed.tolist()
         each = self.width + 2 + self.counted
         end = self.requests * each
         rows = [numbers[start : start + each] for start in range(0, end, each)]
         prompts, drawn = numbers[end : end + self.finals + self.rows], numbers[end + self.finals + self.rows :]
-        return Decided(
+        return StepDecisions(
             tokens=[row[: self.width] for row in rows],
             accept_len=[row[self.width] for row in rows],
             finite=[row[self.width + 1] for row in rows],
@@ -174,7 +174,7 @@ class Results:
         output.each(lambda one: tensors.append(one) or one)  # type: ignore[func-returns-value]
         self._landing = Landing(tensors)
 
-    def read(self) -> Decided:
+    def read(self) -> StepDecisions:
         """Wait for the device to have run the step; steps queued meanwhile go on."""
         landed = iter(self._landing.wait())
         return self._output.each(lambda _: next(landed)).read()

@@ -10,22 +10,22 @@ import torch
 from torch import Tensor
 
 from cluster.attention.ancestor_bits import line_bits, packed
-from cluster.batch import Batch, Mode, PromptRows, Seen, with_prompts
+from cluster.batch import AttentionMetadata, Batch, PromptBatch, SamplingMode, with_prompts
 from cluster.config.tree_shape import TreeShape
 from cluster.device.timing import timer_of
 from cluster.kv.page_table import PageTable
 from cluster.models.runner import TargetRunner
-from cluster.models.vocab import Columns
-from cluster.sampling.logits_processor import AdjustTables
+from cluster.models.vocab import ShardedLogits
+from cluster.sampling.logits_processor import LogitsTables
 from cluster.sampling.noise import Noise, keys_along, vocabulary_hashes
 from cluster.sampling.sampler import Scores, choose, logprobs, scores
-from cluster.sampling.sampling_inputs import Draw, Drawing, checksum
-from cluster.sampling.torch_sampler import Chooser
+from cluster.sampling.sampling_inputs import PhaseSampling, SamplingInputs, checksum
+from cluster.sampling.torch_sampler import Sampler
 from cluster.spec.compact import compact
 from cluster.spec.draft import Draft, NoDraft
 from cluster.spec.forced import forced_into
 from cluster.spec.inputs import EagleDraftInput
-from cluster.spec.result import Phases, StepOutput, Trees
+from cluster.spec.result import PhaseTimes, StepOutput, Trees
 from cluster.spec.tree import DraftTree
 from cluster.spec.verify import Accept, Accepted
 
@@ -39,13 +39,13 @@ class Step:
         draft: Draft,
         carried: EagleDraftInput,
         table: PageTable,
-        adjusting: AdjustTables,
+        adjusting: LogitsTables,
         enter: Callable[[str], None],
-        chooser: Chooser,
+        sampler: Sampler,
         accept: Accept,
     ) -> None:
         """`carried` holds the carriers of every request row; `enter` is called with each phase that begins."""
-        self._target, self._draft, self.carried, self._chooser = target, draft, carried, chooser
+        self._target, self._draft, self.carried, self._sampler = target, draft, carried, sampler
         self._accept = accept
         self._table, self.adjusting = table, adjusting
         self.enter = enter
@@ -69,7 +69,7 @@ class Step:
         hidden, aux, columns = self._forward(batch, tree, line)
         which, paths = None if line else tree.depths, tree.paths(s) if own.adjust else None
         draws = own.along(n, s + 1, which, paths), final.at(0)
-        chosen, won = choose(columns, draws, self._chooser)
+        chosen, won = choose(columns, draws, self._sampler)
         first, sound = chosen[r * n :], _sound(batch.prompt, hidden[r * n :], won[r * n :])
         accepted = self._accept(tree, chosen[: r * n].view(r, n), first, s)
         won = won[: r * n].view(r, n).gather(1, accepted.path)
@@ -86,26 +86,26 @@ class Step:
         self.carried.put(batch.rows, carried)
         self._table.commit(batch.rows, with_prompts(batch.seq_lens + accepted.accept_len, batch.prompt.final_lens))
         asked = None
-        if Mode.LOGPROBS in batch.mode:
+        if SamplingMode.LOGPROBS in batch.mode:
             nodes = torch.arange(r, device=chosen.device)[:, None] * n + accepted.path
             rows = with_prompts(nodes.view(-1), torch.arange(r * n, chosen.shape[0], device=chosen.device))
-            asked = logprobs(columns, rows, with_prompts(accepted.tokens.view(-1), first), self._chooser)
+            asked = logprobs(columns, rows, with_prompts(accepted.tokens.view(-1), first), self._sampler)
         drawn = first[:0]
         if drawing.noise is not None and columns.shards is not None:
             real = batch.rows != self._table.idle_row
             drawn = checksum(draws, (real[:r], real[r:]))
         scored = None if batch.scored is None else self._scores(batch.prompt, batch.scored, hidden[r * n :])
         moments.append(self._timer.now())
-        output = StepOutput.of(tree, accepted, won, (first, sound), drawn, asked, Phases(self._timer, moments))
-        shown = Trees.of(tree, accepted) if Mode.TREES in batch.mode else None
+        output = StepOutput.of(tree, accepted, won, (first, sound), drawn, asked, PhaseTimes(self._timer, moments))
+        shown = Trees.of(tree, accepted) if SamplingMode.TREES in batch.mode else None
         return output if scored is None and shown is None else replace(output, scores=scored, trees=shown)
 
-    def _drawing(self, batch: Batch, num_steps: int) -> Drawing:
+    def _drawing(self, batch: Batch, num_steps: int) -> PhaseSampling:
         """How the B requests draw: with the noise at seq_len + 1 to seq_len + S + 2, and at as many positions from the
         end of each finished prompt on; one less where nothing is drafted.
         """
         noise = self._noise(batch, num_steps) if batch.sampling.noisy else None
-        return Drawing(batch.sampling, noise, self.adjusting.of(batch.rows, batch.mode))
+        return PhaseSampling(batch.sampling, noise, self.adjusting.of(batch.rows, batch.mode))
 
     def _noise(self, batch: Batch, num_steps: int) -> Noise:
         first = with_prompts(batch.seq_lens + 1, batch.prompt.final_lens)
@@ -115,14 +115,14 @@ class Step:
         hashes = vocabulary_hashes(len(ids), first.device, ids.start)
         if len(ids) < vocab:  # a draft's shard may have other tokens
             return Noise(keys_along(seeds, first, count), hashes, dtype)
-        return self._chooser.noise(seeds, first, count, hashes, dtype)
+        return self._sampler.noise(seeds, first, count, hashes, dtype)
 
-    def _scores(self, prompt: PromptRows, scored: Tensor, hidden: Tensor) -> Scores:
+    def _scores(self, prompt: PromptBatch, scored: Tensor, hidden: Tensor) -> Scores:
         """Those of the tokens after the prompt rows `scored` `[q]`, of `hidden` `[c, H]`."""
         columns = self._target.logits(hidden.index_select(0, scored))
-        return scores(columns, prompt.next_ids.index_select(0, scored), self._chooser)
+        return scores(columns, prompt.next_ids.index_select(0, scored), self._sampler)
 
-    def _next(self, drawing: Drawing, accepted: Accepted) -> Draw:
+    def _next(self, drawing: PhaseSampling, accepted: Accepted) -> SamplingInputs:
         """How the token after each bonus is drawn, for the proposals that requests carry to the next step."""
         if not self._drafts:
             return drawing.at(0)
@@ -133,14 +133,14 @@ class Step:
     def _drafts(self) -> bool:
         return not isinstance(self._draft, NoDraft)
 
-    def _forward(self, batch: Batch, tree: DraftTree, chain: bool) -> tuple[Tensor, list[Tensor], Columns]:
+    def _forward(self, batch: Batch, tree: DraftTree, chain: bool) -> tuple[Tensor, list[Tensor], ShardedLogits]:
         """The target over tree rows `[R * N]` and prompt rows `[c]`; logits of the tree rows and the F last rows."""
         r, n, prompt = batch.decodes, tree.tokens.shape[1], batch.prompt
         bits = line_bits(n, n, tree.tokens.device) if chain else packed(tree.ancestors)
         write = with_prompts(batch.window[:, :n].reshape(-1), prompt.write)
         tokens = with_prompts(tree.tokens.reshape(-1), prompt.token_ids)
         positions = with_prompts((batch.seq_lens[:, None] + tree.depths).view(-1), prompt.positions)
-        seen = Seen(write, batch.tree(bits, n), prompt.text)
+        seen = AttentionMetadata(write, batch.tree(bits, n), prompt.text)
         hidden, aux = self._target.forward(tokens, positions, seen)
         if not prompt.token_ids.shape[0]:
             return hidden, aux, self._target.logits(hidden)
@@ -148,7 +148,7 @@ class Step:
         return hidden, aux, self._target.logits(hidden.index_select(0, heads))
 
 
-def _sound(prompt: PromptRows, hidden: Tensor, won: Tensor) -> Tensor:
+def _sound(prompt: PromptBatch, hidden: Tensor, won: Tensor) -> Tensor:
     """Which prompt rows `hidden` `[c, H]` are finite, `[c]`; at the ends of prompts so are the scores `won` `[F]`."""
     if not hidden.shape[0]:
         return prompt.token_ids.bool()

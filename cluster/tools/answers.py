@@ -9,7 +9,7 @@ from cluster.tools.client import Client, NoAnswerError
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class AnswerPart:
     """What one step gave an answer. The text may lag behind the tokens, as in `StoppedText`."""
 
     text: str
@@ -22,7 +22,7 @@ class Answers(Protocol):
 
     name: str
 
-    def answer(self, body: Mapping[str, Any]) -> Generator[Run, None, None]:
+    def answer(self, body: Mapping[str, Any]) -> Generator[AnswerPart, None, None]:
         """The runs of one answer; closing it ends the request.
 
         Raises:
@@ -48,7 +48,7 @@ class ServerAnswers:
         self._model = served[0] if model is None else model
         self.name = f"{self._model} at {client.url}"
 
-    def answer(self, body: Mapping[str, Any]) -> Generator[Run, None, None]:
+    def answer(self, body: Mapping[str, Any]) -> Generator[AnswerPart, None, None]:
         """See `Answers.answer`."""
         asked = {**body, "model": self._model, "stream": True, "return_token_ids": True}
         with closing(self._client.events("/v1/chat/completions", asked)) as events:
@@ -56,4 +56,4 @@ class ServerAnswers:
                 for choice in event.get("choices", ()):
                     text, ids = choice["delta"].get("content") or "", choice.get("token_ids") or ()
                     if text or ids or choice.get("finish_reason"):
-                        yield Run(text, len(ids), choice.get("finish_reason"))
+                        yield AnswerPart(text, len(ids), choice.get("finish_reason"))

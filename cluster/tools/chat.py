@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from cluster.arch.hub.names import HUB_NAME
 from cluster.config import ConfigError
-from cluster.tools.answers import Answers, Run, ServerAnswers
+from cluster.tools.answers import AnswerPart, Answers, ServerAnswers
 from cluster.tools.client import Client, NoAnswerError, add_server_arguments
 from cluster.tools.conversation import Conversation
 from cluster.tools.engine_flags import add_engine_arguments, engine_flags_given
@@ -113,7 +113,7 @@ def _obey(line: str, talk: Conversation, screen: Screen) -> bool:
 
 
 @dataclass(slots=True)
-class Answer:
+class PrintedAnswer:
     """An answer as it grows: its text, and the tokens of each step that gave any."""
 
     text: str = ""
@@ -121,7 +121,7 @@ class Answer:
     finish_reason: str | None = None
     began: float = field(default_factory=time.perf_counter)
 
-    def add(self, run: Run) -> None:
+    def add(self, run: AnswerPart) -> None:
         """Add what the next step gave."""
         self.text += run.text
         self.runs += [run.tokens] if run.tokens else []
@@ -138,7 +138,7 @@ class Answer:
 
 def _ask(question: str, talk: Conversation, answers: Answers, screen: Screen) -> bool:
     """Show the answer to a question as it comes; returns whether there was one. Only then both are said."""
-    answer = Answer()
+    answer = PrintedAnswer()
     try:
         with closing(answers.answer(talk.body(question))) as runs:
             for run in runs:

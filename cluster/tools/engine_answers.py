@@ -10,13 +10,13 @@ from typing import Any
 
 from cluster.api.core.errors import ApiError
 from cluster.api.http.api_adapters import asked_chat
-from cluster.api.http.calls import Call
+from cluster.api.http.calls import GenerateCall
 from cluster.config import ConfigError
 from cluster.engine.engine import Engine
 from cluster.offline.interrupts import interrupt_held
 from cluster.offline.local_model import LocalModel
 from cluster.offline.stepping import steps
-from cluster.tools.answers import Run
+from cluster.tools.answers import AnswerPart
 from cluster.tools.local_engine import engine_of
 
 
@@ -42,7 +42,7 @@ class EngineAnswers:
         drafts = "without a draft" if info.draft is None else f"{info.draft.algorithm} draft"
         self.name = f"{path}, {drafts}, {info.dtype} on {info.device}"
 
-    def answer(self, body: Mapping[str, Any]) -> Generator[Run, None, None]:
+    def answer(self, body: Mapping[str, Any]) -> Generator[AnswerPart, None, None]:
         """See `Answers.answer`; a step of the engine is never cut short."""
         with interrupt_held() as held:
             [choice] = self._understood(body).choices
@@ -52,11 +52,11 @@ class EngineAnswers:
                         if output.error is not None:
                             raise ValueError(output.error)
                         delta = choice.take(output)
-                        yield Run(delta.text, len(delta.token_ids), delta.finish_reason)
+                        yield AnswerPart(delta.text, len(delta.token_ids), delta.finish_reason)
                     if held.pressed and not choice.finished:
                         raise KeyboardInterrupt
 
-    def _understood(self, body: Mapping[str, Any]) -> Call:
+    def _understood(self, body: Mapping[str, Any]) -> GenerateCall:
         try:
             return self._model.understood(asked_chat(self._model, self._model.limits, body))
         except ApiError as error:

@@ -10,7 +10,7 @@ from cluster.arch.hub.names import HUB_NAME
 from cluster.config import ConfigError
 from cluster.engine.engine import Engine
 from cluster.offline.stepping import steps
-from cluster.request import Request, RequestOutput, SamplingParams, signed_seed
+from cluster.request import Request, RequestParams, SequenceOutput, signed_seed
 from cluster.tokenizer.tokenizer import StoppedText
 from cluster.tools.engine_flags import add_engine_arguments
 from cluster.tools.local_engine import engine_of
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     engine = engine_of(args, model)
     prompt = _prompt_ids(args, model, text, engine)
     room = engine.info().max_request_tokens - len(prompt)
-    params = SamplingParams(
+    params = RequestParams(
         temperature=args.temperature,
         top_k=args.top_k,
         top_p=args.top_p,
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         ignore_eos=args.ignore_eos,
     )
     words = None if engine.tokenizer is None else StoppedText(engine.tokenizer, prompt, params.stop)
-    screen, said, ids, last = Screen(), "", list[int](), RequestOutput("generate", ())
+    screen, said, ids, last = Screen(), "", list[int](), SequenceOutput("generate", ())
     started, before = time.perf_counter(), engine.status().steps
     for output in chain.from_iterable(steps(engine, [Request("generate", tuple(prompt), params)])):
         piece = _numbers(output, bool(ids)) if words is None else _words(output, words)
@@ -99,14 +99,14 @@ def run(args: argparse.Namespace) -> int:
     return 0 if last.error is None else 1
 
 
-def _words(output: RequestOutput, text: StoppedText) -> str:
+def _words(output: SequenceOutput, text: StoppedText) -> str:
     """The text that one output completes, cut as the REST layer cuts it: without the token that ended the request."""
     by_token = output.finish_reason == "stop" and isinstance(output.stop_reason, int)
     piece = text.push(output.token_ids[:-1] if by_token else output.token_ids)
     return piece if output.finish_reason is None else piece + text.finish()
 
 
-def _numbers(output: RequestOutput, begun: bool) -> str:
+def _numbers(output: SequenceOutput, begun: bool) -> str:
     """The token ids of one output, of a list joined by commas that has `begun` before."""
     return "".join(f",{token}" for token in output.token_ids).removeprefix("" if begun else ",")
 

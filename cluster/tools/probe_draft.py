@@ -15,7 +15,7 @@ from cluster.arch.hub import fetch
 from cluster.config import DRAFT_FACTS, ConfigError, EngineConfig
 from cluster.engine.build import build_engine
 from cluster.offline.stepping import complete
-from cluster.request import Request, SamplingParams
+from cluster.request import Request, RequestParams
 from cluster.tools.sample_draft import settings_of
 
 PROMPTS = (
@@ -81,7 +81,7 @@ def _read(draft: str, target: str, algorithm: str | None, overrides: dict[str, A
         return Reading(overrides, 0.0, str(error)), {}
     if engine.tokenizer is None:
         raise ConfigError(f"target {target!r} has no tokenizer.json, which the probe's prompts need")
-    params = [SamplingParams(seed=seed, max_tokens=NEW_TOKENS, ignore_eos=True) for seed in range(len(PROMPTS))]
+    params = [RequestParams(seed=seed, max_tokens=NEW_TOKENS, ignore_eos=True) for seed in range(len(PROMPTS))]
     prompts = [tuple(engine.tokenizer.encode(text)[-NEW_TOKENS:]) for text in PROMPTS]
     complete(engine, [Request(p, ids, own) for p, ids, own in zip(PROMPTS, prompts, params, strict=True)])
     described = engine.info().draft

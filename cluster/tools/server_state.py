@@ -11,7 +11,7 @@ REMEMBERED_S = 15.0  # a gang that no page was of for so long is gone
 RANK_FACTS = ("step", "phase", "running", "waiting", "accept_length")
 
 
-class Watch:
+class ServerWatch:
     """Looks at one server again and again. Of several replicas any one answers /server_info, so gangs are remembered;
     /metrics is the sum over all.
     """

@@ -10,7 +10,7 @@ from textwrap import wrap
 from typing import Any
 
 from cluster.tools.client import Client, NoAnswerError, add_server_arguments
-from cluster.tools.server_state import Watch
+from cluster.tools.server_state import ServerWatch
 from cluster.tools.terminal import Colour, Screen
 
 URL = "http://127.0.0.1:8000"
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: the URL is none.
     """
-    watch, screen = Watch(Client(args.url, args.api_key, TIMEOUT_S)), Screen()
+    watch, screen = ServerWatch(Client(args.url, args.api_key, TIMEOUT_S)), Screen()
     try:
         if args.once:
             watch.look()
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
 
 
-def _look(watch: Watch) -> dict[str, Any]:
+def _look(watch: ServerWatch) -> dict[str, Any]:
     try:
         return watch.look()
     except NoAnswerError as error:

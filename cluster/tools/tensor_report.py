@@ -19,7 +19,7 @@ from cluster.arch.resolve import check_parts
 from cluster.attention.bind import pool_bytes
 from cluster.config import ConfigError
 from cluster.config.tree_shape import DEFAULT_NUM_STEPS
-from cluster.distributed.mesh import Part
+from cluster.distributed.mesh import Shard
 from cluster.engine.models import DTYPES
 from cluster.kernels import c_quantised
 from cluster.kernels.interface import Stack, Weight
@@ -52,7 +52,7 @@ class Placed:
     numbers: int
 
 
-class Recorder(Checkpoint):
+class TensorRecorder(Checkpoint):
     """A checkpoint without data that records every tensor taken, and goes on after a problem so that all are found."""
 
     def __init__(self, folder: str, stored_name: Any, ignored: tuple[str, ...]) -> None:
@@ -127,7 +127,7 @@ def _never(*given: object) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankSetup:
     """What a rank computes with: in `dtype` on `device`, holding the parts that `sharding` says, and its KV in FP8 if
     `fp8_cache`.
     """
@@ -166,7 +166,7 @@ def inspect(
         raise ConfigError(f"--dp {dp} must divide --tp {tp}")
     if tp % ep:
         raise ConfigError(f"--ep {ep} must divide --tp {tp}")
-    sharding = Sharding(Part(0, tp // dp), Part(0, tp), Part(0, tp // dp), Part(ep - 1, ep))
+    sharding = Sharding(Shard(0, tp // dp), Shard(0, tp), Shard(0, tp // dp), Shard(ep - 1, ep))
     place_of_model = partial(_place, sharding, dtype, device, cache)
     try:
         arch = read_target(path)
@@ -203,12 +203,12 @@ def inspect(
     return report
 
 
-def _place(sharding: Sharding, dtype: str, device: str, cache: str, arch: TargetArch) -> Place:
-    return Place(DTYPES[compute_dtype(arch, dtype, device)], device, sharding, cache == "fp8_e4m3")
+def _place(sharding: Sharding, dtype: str, device: str, cache: str, arch: TargetArch) -> RankSetup:
+    return RankSetup(DTYPES[compute_dtype(arch, dtype, device)], device, sharding, cache == "fp8_e4m3")
 
 
 def _alone(
-    report: Report, path: str, draft: str, place_of_model: Callable[[TargetArch], Place], settings: Settings
+    report: Report, path: str, draft: str, place_of_model: Callable[[TargetArch], RankSetup], settings: Settings
 ) -> None:
     """Report the draft of a target that is recognised but cannot be served; the memory is the draft's alone."""
     try:
@@ -224,9 +224,9 @@ def _alone(
             report.problems.append(str(error))
 
 
-def _target(report: Report, path: str, arch: TargetArch, place: Place) -> int:
+def _target(report: Report, path: str, arch: TargetArch, place: RankSetup) -> int:
     """Add the target to the report; returns how many bytes of it one rank holds."""
-    recorder = Recorder(path, arch.stored_name, arch.ignored)
+    recorder = TensorRecorder(path, arch.stored_name, arch.ignored)
     held = DecoderTarget(arch, recorder, place.context)
     report.target = {**described(path, arch), "tensors": [asdict(placed) for placed in recorder.placed]}
     if held.quantised:
@@ -235,7 +235,7 @@ def _target(report: Report, path: str, arch: TargetArch, place: Place) -> int:
     return recorder.bytes_in(place.dtype)
 
 
-def _draft(report: Report, path: str, arch: TargetArch, place: Place, settings: Settings) -> None:
+def _draft(report: Report, path: str, arch: TargetArch, place: RankSetup, settings: Settings) -> None:
     """Add the draft to the report; its memory is for the runners that the default `speculative_num_steps` loads."""
     spec: DraftSpec = read_draft(path, Checkpoint(path).shapes, arch, *settings)
     compute, sharding = place.dtype, place.sharding
@@ -244,7 +244,7 @@ def _draft(report: Report, path: str, arch: TargetArch, place: Place, settings: 
         check_parts(sharding.experts.size, moe)
     tensors, taken, loaded, quantised = [], 0, min(spec.runners, DEFAULT_NUM_STEPS), list[str]()
     for runner in range(spec.runners):
-        recorder = Recorder(path, partial(spec.stored_name, runner=runner), spec.ignored(runner))
+        recorder = TensorRecorder(path, partial(spec.stored_name, runner=runner), spec.ignored(runner))
         quantised = DRAFTS[spec.kind](spec, recorder, place.context).quantised
         tensors += [{**asdict(placed), "runner": runner} for placed in recorder.placed]
         if runner < loaded:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from transformers import LlamaForCausalLM
 
-from cluster.train.eagle3 import Eagle3Draft
+from cluster.train.eagle3 import Eagle3TrainingDraft
 from cluster.train.samples import continue_rows, features, gumbel
 
 
@@ -51,7 +51,7 @@ class AcceptanceProbe:
         )
 
     @torch.no_grad()
-    def measure(self, draft: Eagle3Draft, steps: int = 5) -> Acceptance:
+    def measure(self, draft: Eagle3TrainingDraft, steps: int = 5) -> Acceptance:
         """Walk every row from its prompt's end in chains of `steps`."""
         length = self.ids.shape[1] - 1 - steps
         embeddings = self.embedding[self.ids[:, 1 : length + steps]]

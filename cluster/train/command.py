@@ -24,7 +24,7 @@ SIZE_LIMIT = 20_000_000  # bytes of both models together: they live in the repos
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainPlan:
     """Everything a run needs to know."""
 
     out: Path
@@ -38,7 +38,7 @@ class Plan:
     files: int | None  # how many train files to read; None reads all
 
 
-def quick_plan(out: Path, work: Path, layers: int) -> Plan:
+def quick_plan(out: Path, work: Path, layers: int) -> TrainPlan:
     """A run of seconds: models too small to predict, in the same formats."""
     target = TargetRecipe(
         vocab_size=512, hidden_size=32, layers=4, heads=4, kv_heads=2, head_dim=8, intermediate_size=48, length=64
@@ -57,7 +57,7 @@ def quick_plan(out: Path, work: Path, layers: int) -> Plan:
         shape=shape, prompt_length=16, sample_length=16, samples=8, sample_batch=4, length=64, tokens_per_step=256
     )
     mtp = MtpRecipe(layers, steps=3, draft=draft)
-    return Plan(out, work, 0.02, 0.02, target, draft, mtp, prompts=2, files=6)
+    return TrainPlan(out, work, 0.02, 0.02, target, draft, mtp, prompts=2, files=6)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,12 +77,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="a run of seconds, to show that every stage works")
 
 
-def plan_of(args: argparse.Namespace) -> Plan:
+def plan_of(args: argparse.Namespace) -> TrainPlan:
     """The plan that parsed arguments ask for."""
     if args.quick:
         return quick_plan(args.out or Path("runs/quick/out"), args.work or Path("runs/quick/work"), args.mtp_layers)
     out, work = args.out or Path("models/demo"), args.work or Path("runs/demo")
-    return Plan(
+    return TrainPlan(
         out,
         work,
         args.minutes_target,
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def run_tokenizer(plan: Plan) -> None:
+def run_tokenizer(plan: TrainPlan) -> None:
     """Learn the tokenizer unless the work directory has one; copy it beside the target."""
     source = plan.work / "tokenizer"
     if not (source / "tokenizer.json").exists():
@@ -119,7 +119,7 @@ def run_tokenizer(plan: Plan) -> None:
     save_tokenizer(Tokenizer.from_file(str(source / "tokenizer.json")), plan.out / "target")
 
 
-def run_target(plan: Plan) -> None:
+def run_target(plan: TrainPlan) -> None:
     """Train the target and save it in bf16."""
     tokenizer = load_tokenizer(plan.out / "target")
     train, heldout = encode_corpus(tokenizer, plan.work / "corpus.npz", files=plan.files)
@@ -132,7 +132,7 @@ def run_target(plan: Plan) -> None:
     print(f"target: {report}")
 
 
-def run_draft(plan: Plan) -> None:
+def run_draft(plan: TrainPlan) -> None:
     """Train the draft for the saved target, save it in bf16 and write the model card."""
     tokenizer = load_tokenizer(plan.out / "target")
     train, heldout = encode_corpus(tokenizer, plan.work / "corpus.npz", files=plan.files)
@@ -161,7 +161,7 @@ def run_draft(plan: Plan) -> None:
         print(f"draft: T={temperature} {acceptance}")
 
 
-def run_mtp(plan: Plan) -> None:
+def run_mtp(plan: TrainPlan) -> None:
     """Train MTP layers for the saved target; they go to the work directory, as they are too large to live beside it."""
     train, _ = encode_corpus(load_tokenizer(plan.out / "target"), plan.work / "corpus.npz", files=plan.files)
     draft = train_mtp(plan.mtp, load_target(plan.out / "target"), train, work=plan.work)

@@ -9,8 +9,8 @@ from transformers import LlamaForCausalLM
 
 from cluster.train.acceptance import Acceptance, AcceptanceProbe
 from cluster.train.dataset import Ids, Windows
-from cluster.train.eagle3 import DraftShape, Eagle3Draft
-from cluster.train.loop import Run, train_for
+from cluster.train.eagle3 import DraftShape, Eagle3TrainingDraft
+from cluster.train.loop import TrainingRun, train_for
 from cluster.train.optimizer import Optimizers
 from cluster.train.samples import features, write_samples
 from cluster.train.target import split_parameters
@@ -57,7 +57,7 @@ def most_frequent(ids: torch.Tensor, vocab_size: int, count: int) -> tuple[torch
 
 
 @torch.no_grad()
-def start_from_target(draft: Eagle3Draft, target: LlamaForCausalLM) -> None:
+def start_from_target(draft: Eagle3TrainingDraft, target: LlamaForCausalLM) -> None:
     """Initialise near the target: its head rows, its last layer for the hidden half, `fc` near the highest aux."""
     width = draft.shape.hidden_size
     last = target.model.layers[-1]
@@ -76,7 +76,9 @@ def start_from_target(draft: Eagle3Draft, target: LlamaForCausalLM) -> None:
     draft.fc.weight[:, -width:] += torch.eye(width)
 
 
-def unrolled_loss(draft: Eagle3Draft, target: LlamaForCausalLM, ids: torch.Tensor, recipe: DraftRecipe) -> torch.Tensor:
+def unrolled_loss(
+    draft: Eagle3TrainingDraft, target: LlamaForCausalLM, ids: torch.Tensor, recipe: DraftRecipe
+) -> torch.Tensor:
     """Loss of all steps on ids [B, L]; cells 0..L-S-1 are trained at every step.
 
     A position counts only if the target's likeliest token is in the draft vocabulary; the teacher is the target's
@@ -157,13 +159,13 @@ def train_draft(
     *,
     minutes: float,
     work: Path,
-) -> tuple[Eagle3Draft, DraftReport]:
+) -> tuple[Eagle3TrainingDraft, DraftReport]:
     """Write samples, train for `minutes` on them and on real text, round to bf16 and measure."""
     samples = sample_text(target, train, recipe, work / "samples.pt")
     text = torch.cat([samples.flatten(), torch.from_numpy(train)])
     kept, coverage = most_frequent(text, recipe.shape.vocab_size, recipe.shape.draft_vocab_size)
     torch.manual_seed(recipe.seed)
-    draft = Eagle3Draft(recipe.shape)
+    draft = Eagle3TrainingDraft(recipe.shape)
     draft.set_vocabulary(kept)
     start_from_target(draft, target)
     prompts = torch.tensor(heldout_prompts)
@@ -185,7 +187,7 @@ def train_draft(
 
     optimizers = Optimizers(*split_parameters(draft), matrix_lr=recipe.matrix_lr, other_lr=recipe.other_lr)
     print(f"draft vocabulary {len(kept)} covers {coverage:.4f}; untrained {evaluate()}", flush=True)
-    run = Run("draft", work / "draft.pt", minutes)
+    run = TrainingRun("draft", work / "draft.pt", minutes)
     steps, seconds = train_for(run, draft, optimizers, loss_at, evaluate)
     with torch.no_grad():
         for parameter in draft.parameters():

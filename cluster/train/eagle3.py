@@ -114,7 +114,7 @@ class MidLayer(nn.Module):
         return out
 
 
-class Eagle3Draft(nn.Module):
+class Eagle3TrainingDraft(nn.Module):
     """fc, one layer, norm and head; the embedding is the target's and is passed in."""
 
     d2t: torch.Tensor
@@ -158,7 +158,7 @@ class Eagle3Draft(nn.Module):
         return logits
 
 
-def save_draft(draft: Eagle3Draft, directory: Path) -> None:
+def save_draft(draft: Eagle3TrainingDraft, directory: Path) -> None:
     """Write config.json and model.safetensors, weights in bf16."""
     own = {
         "architectures": ["LlamaForCausalLMEagle3"],

@@ -41,7 +41,7 @@ class ThreadChoice:
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """One training run: what it is called, where it is saved every so many seconds, and what it may spend."""
 
     label: str
@@ -52,7 +52,7 @@ class Run:
 
 
 def train_for(
-    run: Run,
+    run: TrainingRun,
     module: nn.Module,
     optimizers: Optimizers,
     loss_at: Callable[[int], torch.Tensor],

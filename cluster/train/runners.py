@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 from cluster.train.dataset import Ids, Windows
 from cluster.train.draft import DraftRecipe, chain_loss, sample_text
-from cluster.train.loop import Run, train_for
+from cluster.train.loop import TrainingRun, train_for
 from cluster.train.mtp import MtpDraft, MtpShape
 from cluster.train.optimizer import Optimizers
 from cluster.train.target import split_parameters
@@ -29,23 +29,23 @@ class MtpRecipe:
 
 
 @dataclass(frozen=True)
-class Text:
+class MtpText:
     """Rows of token ids [R, T] and the target's post-norm hidden there [R, T, H]."""
 
     ids: torch.Tensor
     hidden: torch.Tensor
 
-    def __call__(self, rows: torch.Tensor) -> "Text":
+    def __call__(self, rows: torch.Tensor) -> "MtpText":
         """Some of the rows."""
-        return Text(self.ids[rows], self.hidden[rows])
+        return MtpText(self.ids[rows], self.hidden[rows])
 
 
 @torch.no_grad()
-def read_text(target: LlamaForCausalLM, train: Ids, recipe: DraftRecipe, work: Path) -> Text:
+def read_text(target: LlamaForCausalLM, train: Ids, recipe: DraftRecipe, work: Path) -> MtpText:
     """The target's samples with a third as many rows of real text, and its hidden there, cached in `work`."""
     cache = work / "mtp-text.pt"
     if cache.exists():
-        return Text(**torch.load(cache, weights_only=True))
+        return MtpText(**torch.load(cache, weights_only=True))
     samples = sample_text(target, train, recipe, work / "samples.pt")
     real = Windows(train, samples.shape[1], max(1, len(samples) // 3), recipe.seed)(0)
     ids = torch.cat([samples, real])
@@ -53,10 +53,10 @@ def read_text(target: LlamaForCausalLM, train: Ids, recipe: DraftRecipe, work: P
         [target.model(input_ids=rows, use_cache=False).last_hidden_state for rows in torch.split(ids, 16)]
     )
     torch.save({"ids": ids, "hidden": hidden}, cache)
-    return Text(ids, hidden)
+    return MtpText(ids, hidden)
 
 
-def mtp_loss(draft: MtpDraft, target: LlamaForCausalLM, text: Text, recipe: MtpRecipe) -> torch.Tensor:
+def mtp_loss(draft: MtpDraft, target: LlamaForCausalLM, text: MtpText, recipe: MtpRecipe) -> torch.Tensor:
     """Loss of all levels; cells 0..T-levels-1 are trained at every level."""
     length = text.ids.shape[1] - recipe.levels
     embeddings = target.model.embed_tokens(text.ids[:, 1:])
@@ -80,7 +80,7 @@ def train_mtp(recipe: MtpRecipe, target: LlamaForCausalLM, train: Ids, *, work: 
         return mtp_loss(draft, target, text(order[index * batch : (index + 1) * batch]), recipe)
 
     train_for(
-        Run(f"mtp {recipe.layers}", work / f"mtp-{recipe.layers}.pt", steps=recipe.steps),
+        TrainingRun(f"mtp {recipe.layers}", work / f"mtp-{recipe.layers}.pt", steps=recipe.steps),
         draft,
         Optimizers(*split_parameters(draft), matrix_lr=given.matrix_lr, other_lr=given.other_lr),
         loss_at,

@@ -9,7 +9,7 @@ from torch.nn import functional
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from cluster.train.dataset import Ids, Windows, with_repeats
-from cluster.train.loop import Run, train_for
+from cluster.train.loop import TrainingRun, train_for
 from cluster.train.optimizer import Optimizers
 
 
@@ -111,7 +111,7 @@ def train_target(
         return next_token_loss(target, with_repeats(ids, 0.25, step) if step < recipe.repeat_steps else ids)
 
     steps, seconds = train_for(
-        Run("target", checkpoint, minutes),
+        TrainingRun("target", checkpoint, minutes),
         target,
         optimizers,
         loss_at,

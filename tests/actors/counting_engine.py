@@ -14,7 +14,7 @@ from typing import Any
 
 from cluster.config import ConfigError, EngineConfig
 from cluster.observability.metrics import EngineMetrics, StepStats
-from cluster.request import Request, RequestOutput, SpeculationCounts
+from cluster.request import Request, SequenceOutput, SpeculationCounts
 from cluster.status import EngineStatus, RankInfo
 from tests.actors.fake_link import Link, OutOfStepError, PeerLostError, Rendezvous, Store
 from tests.info import rank_info
@@ -43,7 +43,7 @@ class Status(EngineStatus):
 
 @dataclass(frozen=True)
 class Result:
-    outputs: list[RequestOutput]
+    outputs: list[SequenceOutput]
 
 
 class Metrics(EngineMetrics):
@@ -164,7 +164,7 @@ class CountingEngine:
             time.sleep(1.5)
         time.sleep(0.02 if SLOW in kinds else 0.001)
 
-    def _outputs(self) -> list[RequestOutput]:
+    def _outputs(self) -> list[SequenceOutput]:
         outputs = []
         for name, state in list(self.requests.items()):
             request, done, trees = state
@@ -175,7 +175,7 @@ class CountingEngine:
             state[1:] = done + count, trees + 1
             counts = SpeculationCounts(trees, 3 * trees, (0, trees)) if ended and trees else None
             finish = "length" if ended else None
-            outputs.append(RequestOutput(name, tokens, finish_reason=finish, speculation=counts))
+            outputs.append(SequenceOutput(name, tokens, finish_reason=finish, speculation=counts))
             if ended:
                 del self.requests[name]
         return outputs

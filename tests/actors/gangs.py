@@ -13,7 +13,7 @@ from cluster.actors.peer_gangs import gang_name
 from cluster.actors.placement import layout_of
 from cluster.actors.router import Router
 from cluster.config import EngineConfig
-from cluster.request import Request, RequestOutput, SamplingParams
+from cluster.request import Request, RequestParams, SequenceOutput
 
 
 def spec(name: str, factory: str = "tests.actors.counting_engine:build", world: int = 1, **settings: Any) -> GangSpec:
@@ -23,10 +23,10 @@ def spec(name: str, factory: str = "tests.actors.counting_engine:build", world: 
 
 
 def ask(name: str, *prompt: int, max_tokens: int = 6) -> Request:
-    return Request(name, prompt, SamplingParams(max_tokens=max_tokens))
+    return Request(name, prompt, RequestParams(max_tokens=max_tokens))
 
 
-async def read(router: Router, request: Request) -> tuple[list[int], RequestOutput]:
+async def read(router: Router, request: Request) -> tuple[list[int], SequenceOutput]:
     outputs = [output async for output in router.generate(request)]
     return [token for output in outputs for token in output.token_ids], outputs[-1]
 

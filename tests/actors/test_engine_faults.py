@@ -13,7 +13,7 @@ from cluster.actors.placement import layout_of
 from cluster.actors.router import Router
 from cluster.actors.shard import FACTORY
 from cluster.config import ConfigError, EngineConfig
-from cluster.request import Request, RequestOutput, SamplingParams, TokenLogprob
+from cluster.request import Request, RequestParams, SequenceOutput, TokenLogprob
 from tests.actors.gangs import left_behind, with_gang
 from tests.actors.test_faults import pids, unhealthy, until
 from tests.tiny import draft_folder, target_folder
@@ -45,7 +45,7 @@ def requests(turn: str, max_tokens: int) -> list[Request]:
     made = []
     for i in range(STREAMS):
         prompt = tuple(dice.randrange(3, 60) for _ in range(dice.randint(1, 40)))
-        params = SamplingParams(
+        params = RequestParams(
             temperature=(0.0, 0.8)[i % 2],
             seed=dice.getrandbits(40),
             max_tokens=max_tokens,
@@ -62,7 +62,7 @@ class Read:
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.scores: list[TokenLogprob] = []
-        self.last: RequestOutput | None = None
+        self.last: SequenceOutput | None = None
 
     async def all(self, router: Router, request: Request) -> "Read":
         async for output in router.generate(request):

@@ -14,7 +14,7 @@ import pytest
 from cluster.actors.gang import Gang
 from cluster.actors.messages import Loss, Unavailable
 from cluster.actors.router import Router
-from cluster.request import Request, SamplingParams
+from cluster.request import Request, RequestParams
 from tests.actors.counting_engine import ASTRAY, CRASH, CRAWL, LATE, NOISY, ON, POISON, SLOW, SUDDEN, token_at
 from tests.actors.gangs import ask, left_behind, read, spec, with_gang
 
@@ -47,7 +47,7 @@ class Crowd:
         self.requests = []
         for i in range(count):
             kind = (SLOW, NOISY)[i % 2]
-            params = SamplingParams(max_tokens=max_tokens, seed=i if i % 4 == 1 else None)
+            params = RequestParams(max_tokens=max_tokens, seed=i if i % 4 == 1 else None)
             self.requests.append(Request(f"c{i}", (kind, 1000 * i), params))
         self.tasks = [asyncio.create_task(self._read(router, request)) for request in self.requests]
 

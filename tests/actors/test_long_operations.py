@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from cluster.actors.fault_verdict import Signs, Verdict, judge
+from cluster.actors.fault_verdict import RankEvidence, Verdict, judge
 from cluster.actors.messages import Commands
 from cluster.actors.step_loop import EngineLoop
 from cluster.config import EngineConfig
-from cluster.request import Request, SamplingParams
+from cluster.request import Request, RequestParams
 from tests.actors.slowed_engine import BLOCK, BURN, BURN_S, ROWS, build, serve_rank
 from tests.tiny import target_folder
 
@@ -28,13 +28,13 @@ def run_loop(folder: Path, trouble: str) -> EngineLoop:
     loop = EngineLoop(build(config))
     loop.start()
     ids = tuple(3 + i % 60 for i in range(ROWS + 50))
-    loop.put(Commands((Request("long", ids, SamplingParams(max_tokens=1, temperature=0.0)),)))
+    loop.put(Commands((Request("long", ids, RequestParams(max_tokens=1, temperature=0.0)),)))
     assert [item.begun for item in loop.drain(timeout_s=30)] == [("long",)]
     return loop
 
 
 def verdict(loop: EngineLoop) -> Verdict | None:
-    return judge([Signs(loop.heartbeat())], LIMIT_S)
+    return judge([RankEvidence(loop.heartbeat())], LIMIT_S)
 
 
 def test_an_operation_that_computes_is_no_freeze_however_long_it_takes(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def two_ranks(folder: Path, trouble: str) -> Iterator[list[Connection]]:
 @pytest.mark.parametrize("trouble", [BURN, pytest.param(BLOCK, marks=pytest.mark.slow)])
 def test_of_two_ranks_the_one_that_waits_is_never_blamed(tmp_path: Path, trouble: str) -> None:
     ids = tuple(3 + i % 60 for i in range(ROWS + 50))
-    request = Request("long", ids, SamplingParams(max_tokens=1, temperature=0.0, seed=1))
+    request = Request("long", ids, RequestParams(max_tokens=1, temperature=0.0, seed=1))
     with two_ranks(tmp_path, trouble) as pipes:
         pipes[1].send(Commands((request,)))
         until, waited, said, outputs = time.monotonic() + 90, 0.0, None, []
@@ -95,7 +95,7 @@ def test_of_two_ranks_the_one_that_waits_is_never_blamed(tmp_path: Path, trouble
             beats, items = zip(*(pipe.recv() for pipe in pipes), strict=True)
             outputs = [output for item in items[1] for output in item.outputs]
             waited = max(waited, beats[0].age_s if beats[0].waits else 0.0)
-            said = judge([Signs(beat) for beat in beats], LIMIT_S)
+            said = judge([RankEvidence(beat) for beat in beats], LIMIT_S)
             assert said is None or (trouble == BLOCK and said.rank == 1)
         assert waited > 3 * LIMIT_S, "rank 0 did not have to wait"
         if trouble == BURN:

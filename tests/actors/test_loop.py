@@ -7,7 +7,7 @@ import pytest
 from cluster.actors.messages import Commands, StepItem
 from cluster.actors.step_loop import EngineLoop
 from cluster.config import EngineConfig
-from cluster.request import Request, RequestOutput, SamplingParams
+from cluster.request import Request, RequestParams, SequenceOutput
 from tests.actors.counting_engine import (
     ASTRAY,
     CRAWL,
@@ -23,7 +23,7 @@ from tests.actors.counting_engine import (
 
 
 def ask(name: str, *prompt: int, max_tokens: int = 6) -> Request:
-    return Request(name, prompt, SamplingParams(max_tokens=max_tokens))
+    return Request(name, prompt, RequestParams(max_tokens=max_tokens))
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def loop():
     assert loop.stop()
 
 
-def collect(loop: EngineLoop, *names: str, within_s: float = 5.0) -> tuple[list[StepItem], dict[str, RequestOutput]]:
+def collect(loop: EngineLoop, *names: str, within_s: float = 5.0) -> tuple[list[StepItem], dict[str, SequenceOutput]]:
     """All items until every named request ended, and the final outputs."""
     items, final, until = [], {}, time.monotonic() + within_s
     while not set(names) <= set(final) and time.monotonic() < until:
@@ -199,7 +199,7 @@ def gang():
 
 
 def seeded(name: str, *prompt: int, max_tokens: int = 6) -> Request:
-    return Request(name, prompt, SamplingParams(max_tokens=max_tokens, seed=1))
+    return Request(name, prompt, RequestParams(max_tokens=max_tokens, seed=1))
 
 
 def asleep(loops: list[EngineLoop]) -> bool:

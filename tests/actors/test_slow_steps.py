@@ -14,7 +14,7 @@ import pytest
 from cluster.actors import gang as gangs
 from cluster.actors.gang import Gang
 from cluster.actors.router import Router
-from cluster.request import Request, SamplingParams
+from cluster.request import Request, RequestParams
 from tests.actors.gangs import left_behind, spec, with_gang
 from tests.actors.slowed_engine import BLOCK, BURN, BURN_S, LOAD, ROWS
 from tests.actors.test_faults import pids, unhealthy, until
@@ -40,7 +40,7 @@ class Reader:
 
     def __init__(self, router: Router, name: str, prompt: int, max_tokens: int, rank: int) -> None:
         ids = tuple(3 + i % 60 for i in range(prompt))
-        params = SamplingParams(temperature=0.0, seed=1, max_tokens=max_tokens, ignore_eos=True)
+        params = RequestParams(temperature=0.0, seed=1, max_tokens=max_tokens, ignore_eos=True)
         self.request = Request(name, ids, params, routed_dp_rank=rank)
         self.tokens: list[int] = []
         self.finish: str | None = None

@@ -16,7 +16,7 @@ from cluster.api.core.grammars import Grammars
 from cluster.api.core.service import ModelInfo
 from cluster.api.core.tokenizer import ChatTokenizer
 from cluster.observability.metrics import ServingMetrics, merge
-from cluster.request import Request, RequestOutput, Seeds, SpeculationCounts, StepTree, TokenLogprob
+from cluster.request import Request, Seeds, SequenceOutput, SpeculationCounts, StepTree, TokenLogprob
 from cluster.status import EngineStatus
 from cluster.tokenizer.tokenizer import BYTE_OF_CHARACTER, IncrementalDetokenizer, StopFinder
 from tests.info import rank_info
@@ -68,7 +68,7 @@ class ScriptedEngine:
         self.retry_after_s = 0.0
         self.refusal = ""
         self.fail_at: int | None = None
-        self.failure: RequestOutput | Exception | None = None
+        self.failure: SequenceOutput | Exception | None = None
         self.reason = ""
         self.history = GangHistory()
         self.step_s = 0.0
@@ -82,7 +82,7 @@ class ScriptedEngine:
             return self.script[at] if at < len(self.script) else EOS
         return 97 + hashlib.blake2b(f"{request.params.seed}/{at}".encode()).digest()[0] % 26
 
-    async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
+    async def generate(self, request: Request) -> AsyncIterator[SequenceOutput]:
         request = self._seeds.fill(request)
         self.requests.append(request)
         if self.queue_is_full:
@@ -98,7 +98,7 @@ class ScriptedEngine:
                 self.running.discard(request.request_id)
                 self.aborted.append(request.request_id)
 
-    async def _outputs(self, request: Request) -> AsyncIterator[RequestOutput]:
+    async def _outputs(self, request: Request) -> AsyncIterator[SequenceOutput]:
         params = request.params
         detokenizer = IncrementalDetokenizer(self._tokenizer, request.prompt_token_ids)
         finder = StopFinder(params.stop)
@@ -127,12 +127,12 @@ class ScriptedEngine:
                     yield self.failure
                     return
                 self.running.discard(request.request_id)
-                yield RequestOutput(request.request_id, (), finish_reason="error", error="/secret/path.py exploded")
+                yield SequenceOutput(request.request_id, (), finish_reason="error", error="/secret/path.py exploded")
                 return
             if reason:
                 self.running.discard(request.request_id)
             top = tuple((token, -float(k + 1)) for k, token in enumerate(range(97, 97 + (params.logprobs or 0))))
-            yield RequestOutput(
+            yield SequenceOutput(
                 request.request_id,
                 tuple(run),
                 () if params.logprobs is None else tuple(TokenLogprob(token, -0.5, top) for token in run),

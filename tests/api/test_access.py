@@ -15,7 +15,7 @@ from cluster.api.http.drain import Drain
 from cluster.api.http.routes import make_app
 from cluster.observability import metrics
 from cluster.observability.logs import TextLines, request_id
-from cluster.request import Request, RequestOutput
+from cluster.request import Request, SequenceOutput
 from tests.api.scripted import MODEL, Client, ScriptedService
 from tests.api.test_streams import Visitor, until
 
@@ -94,7 +94,7 @@ def test_a_call_that_its_gang_takes_along_is_an_error_streamed_or_not(
     client: Client, service: ScriptedService, lines: Any, stream: bool, at: int, status: int
 ) -> None:
     service.engine.fail_at = at
-    service.engine.failure = RequestOutput("r", (), finish_reason="abort", error="rank 1 died")
+    service.engine.failure = SequenceOutput("r", (), finish_reason="abort", error="rank 1 died")
     client.complete(stream=stream, max_tokens=40)
     (line,) = lines()
     assert (line["status"], line["outcome"]) == (status, "error")
@@ -163,9 +163,9 @@ def test_a_replica_that_drains_refuses_new_calls_and_ends_open_ones_in_their_tim
 def test_what_is_open_when_the_time_is_up_ends_with_an_error(client: Client, service: ScriptedService) -> None:
     """As `Router.end_streams` ends it: an abort by the server."""
 
-    async def aborting(request: Request) -> AsyncIterator[RequestOutput]:
-        yield RequestOutput(request.request_id, (97,))
-        yield RequestOutput(request.request_id, (), finish_reason="abort", error="the server is shutting down")
+    async def aborting(request: Request) -> AsyncIterator[SequenceOutput]:
+        yield SequenceOutput(request.request_id, (97,))
+        yield SequenceOutput(request.request_id, (), finish_reason="abort", error="the server is shutting down")
 
     service.engine.generate = aborting  # type: ignore[method-assign]
     stream = client.complete(stream=True)

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from cluster.request import SamplingParams, StepTree
+from cluster.request import RequestParams, StepTree
 from tests.api.scripted import EOS, IM_END, IM_START, MODEL, Client, ScriptedService, events
 
 
-def params_of(service: ScriptedService, at: int = -1) -> SamplingParams:
+def params_of(service: ScriptedService, at: int = -1) -> RequestParams:
     return service.engine.requests[at].params
 
 
@@ -34,7 +34,7 @@ def test_completion(client: Client, service: ScriptedService) -> None:
     details = usage["completion_tokens_details"]
     assert details["accepted_prediction_tokens"] == spoken["num_accepted_draft_tokens"]
     assert details["rejected_prediction_tokens"] == spoken["num_draft_tokens"] - spoken["num_accepted_draft_tokens"]
-    assert params_of(service) == SamplingParams(seed=7, max_tokens=16)
+    assert params_of(service) == RequestParams(seed=7, max_tokens=16)
     assert service.engine.requests[0].prompt_token_ids == tuple(b"hello")
     assert service.outcomes() == {"length": 1.0}
 
@@ -305,7 +305,7 @@ def test_a_model_without_a_tokenizer(client: Client, service: ScriptedService) -
 def test_sampling_fields_reach_the_engine(client: Client, service: ScriptedService) -> None:
     fields = {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "seed": 2**63 - 1, "stop": ["a", "b", "a"]}
     assert client.complete(**fields).status_code == 200
-    expected = SamplingParams(0.7, 40, 0.9, 0.05, seed=2**63 - 1, max_tokens=16, stop=("a", "b"))
+    expected = RequestParams(0.7, 40, 0.9, 0.05, seed=2**63 - 1, max_tokens=16, stop=("a", "b"))
     assert params_of(service) == expected
     client.complete(top_k=-1, temperature=1e-9)
     assert (params_of(service).top_k, params_of(service).temperature) == (0, 0.0)

@@ -12,7 +12,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.routing import Route
 
-from cluster.api.core.api_keys import PAGE, Key, Keys, digest_of
+from cluster.api.core.api_keys import PAGE, ApiKey, ApiKeys, digest_of
 from cluster.api.http.guard import SCOPES
 from cluster.api.http.routes import make_app
 from cluster.api.page import HERE
@@ -20,8 +20,8 @@ from cluster.observability.logs import TextLines
 from tests.api.scripted import MODEL, Client, ScriptedService
 
 ANN, BOB, ROOT = "sk-aerie-key-of-ann", "sk-aerie-key-of-bob", "sk-aerie-key-of-root"
-KEYS = Keys(None, [Key("ann", "use", digest_of(ANN.encode())), Key("bob", "use", digest_of(BOB.encode())),
-                   Key("root", "admin", digest_of(ROOT.encode()))])  # fmt: skip
+KEYS = ApiKeys(None, [ApiKey("ann", "use", digest_of(ANN.encode())), ApiKey("bob", "use", digest_of(BOB.encode())),
+                   ApiKey("root", "admin", digest_of(ROOT.encode()))])  # fmt: skip
 HEALTH, ADMINS, SHELL = {"/health", "/ready"}, {"/server_info"}, {*PAGE}
 
 Headers = list[tuple[bytes, bytes]]

@@ -7,7 +7,7 @@ import jsonschema
 import pytest
 
 from cluster.api.core.body import MAX_KEYS
-from cluster.api.core.service import Limits
+from cluster.api.core.service import RequestLimits
 from tests.api.bad_conversations import BEYOND_A_SCHEMA as BEYOND_OF_CONVERSATIONS
 from tests.api.bad_conversations import TOOL
 from tests.api.scripted import MODEL, Client
@@ -136,6 +136,6 @@ def test_what_is_taken_fits(document: dict[str, Any], client: Client) -> None:
 
 def test_the_limits_are_those_of_the_server(document: dict[str, Any]) -> None:
     fields = document["components"]["schemas"]["CompletionRequest"]["properties"]
-    assert fields["n"]["maximum"] == Limits().choices
+    assert fields["n"]["maximum"] == RequestLimits().choices
     assert fields["top_a"]["enum"] == [0, None]
     assert fields["logit_bias"]["maxProperties"] == MAX_KEYS

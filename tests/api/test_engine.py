@@ -13,7 +13,7 @@ import pytest
 
 from cluster.actors.messages import Commands, GangStatus, Overloaded
 from cluster.actors.step_loop import EngineLoop
-from cluster.api.core.api_keys import Key, Keys, digest_of
+from cluster.api.core.api_keys import ApiKey, ApiKeys, digest_of
 from cluster.api.core.grammars import Grammars
 from cluster.api.core.service import ModelInfo
 from cluster.api.core.tokenizer import ChatTokenizer
@@ -21,7 +21,7 @@ from cluster.api.http.routes import make_app
 from cluster.config import EngineConfig
 from cluster.engine import build_engine
 from cluster.observability.metrics import ServingMetrics
-from cluster.request import Request, RequestOutput
+from cluster.request import Request, SequenceOutput
 from tests.api.scripted import MODEL, VOCAB, Client, events
 from tests.api.test_streams import MANY, Visitor, until
 from tests.tiny import draft_folder, target_folder
@@ -32,7 +32,7 @@ class ThreadedEngine:
 
     def __init__(self, loop: EngineLoop) -> None:
         self.loop = loop
-        self._queues: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[RequestOutput | str]]] = {}
+        self._queues: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[SequenceOutput | str]]] = {}
         threading.Thread(target=self._deal, daemon=True).start()
 
     def _deal(self) -> None:
@@ -43,12 +43,12 @@ class ThreadedEngine:
                 for request_id, message in item.refused:
                     self._put(request_id, message)
 
-    def _put(self, request_id: str, item: RequestOutput | str) -> None:
+    def _put(self, request_id: str, item: SequenceOutput | str) -> None:
         if found := self._queues.get(request_id):
             found[0].call_soon_threadsafe(found[1].put_nowait, item)
 
-    async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
-        queue: asyncio.Queue[RequestOutput | str] = asyncio.Queue()
+    async def generate(self, request: Request) -> AsyncIterator[SequenceOutput]:
+        queue: asyncio.Queue[SequenceOutput | str] = asyncio.Queue()
         self._queues[request.request_id] = (asyncio.get_running_loop(), queue)
         self.loop.put(Commands((request,), ()))
         try:
@@ -176,7 +176,7 @@ def test_adjusted_text_is_what_was_asked_for(services: tuple[EngineService, Engi
 def test_no_key_can_tell_what_another_key_has_sent(services: tuple[EngineService, EngineService]) -> None:
     """Neither afterwards nor while it runs: cached_tokens is 0, and no request waits for a prompt of another key."""
     names = ("ann", "bob")
-    keys = Keys(None, [Key(name, "use", digest_of(name.encode())) for name in names])
+    keys = ApiKeys(None, [ApiKey(name, "use", digest_of(name.encode())) for name in names])
     guarded, plain = make_app(services[0], keys=keys), Client(make_app(services[0]))
 
     def cached(client: Client, prompt: str, name: str = "", **fields: Any) -> int:

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from cluster.actors.messages import GangHistory, Loss
-from cluster.api.core.api_keys import PAGE, Key, Keys, digest_of
+from cluster.api.core.api_keys import PAGE, ApiKey, ApiKeys, digest_of
 from cluster.api.http.routes import make_app
 from cluster.api.page import HERE
 from cluster.api.serve.settings import parse
@@ -36,8 +36,10 @@ def test_every_file_of_the_page_is_served_and_no_other(client: Client) -> None:
     assert client.post("/", {}).status_code == 405
 
 
-@pytest.mark.parametrize("keys", [None, Keys(None, [Key("ann", "use", digest_of(b"k"))])], ids=["open", "with keys"])
-def test_behind_a_prefix_the_page_is_found_without_its_slash(service: ScriptedService, keys: Keys | None) -> None:
+@pytest.mark.parametrize(
+    "keys", [None, ApiKeys(None, [ApiKey("ann", "use", digest_of(b"k"))])], ids=["open", "with keys"]
+)
+def test_behind_a_prefix_the_page_is_found_without_its_slash(service: ScriptedService, keys: ApiKeys | None) -> None:
     """The page names its files relative to its own address, so a browser has to be at the one with the slash."""
 
     async def asked(prefix: str, path: str, method: str = "GET") -> httpx.Response:
@@ -114,7 +116,7 @@ def test_the_state_is_what_the_engine_and_its_metrics_say(
 
 def test_who_may_use_the_server_is_told_no_cause_and_no_process(service: ScriptedService) -> None:
     tokens = {"use": "sk-aerie-use", "admin": "sk-aerie-admin"}
-    keys = Keys(None, [Key(name, name, digest_of(token.encode())) for name, token in tokens.items()])  # type: ignore[arg-type]
+    keys = ApiKeys(None, [ApiKey(name, name, digest_of(token.encode())) for name, token in tokens.items()])  # type: ignore[arg-type]
     client = Client(make_app(service, keys=keys))
     service.engine.history, service.engine.reason = GangHistory(restarts=(LOSS,)), "10.0.0.7 is gone"
     assert client.get("/server_state").status_code == 401

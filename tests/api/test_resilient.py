@@ -19,12 +19,12 @@ from cluster.api.serve.resilient_client import (
     Refused,
     ResilientClient,
     Rooms,
-    Sign,
+    StreamSign,
 )
 from cluster.config import EngineConfig
-from cluster.request import Request, RequestOutput, SamplingParams, SpeculationCounts
+from cluster.request import Request, RequestParams, SequenceOutput, SpeculationCounts
 
-SIGN = Sign("target (float64)", 3, "m, m", 4096)
+SIGN = StreamSign("target (float64)", 3, "m, m", 4096)
 TOKENS = 24
 Fate = Callable[[Request, int], Item | None]  # (request, item number) -> what comes instead of the next output
 
@@ -37,7 +37,7 @@ class Engine:
     requests: list[Request] = field(default_factory=list)
     open: int = 0
 
-    async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
+    async def generate(self, request: Request) -> AsyncIterator[SequenceOutput]:
         prompt = request.prompt_token_ids[: len(request.prompt_token_ids) - request.resumed_tokens]
         done, trees = request.resumed_tokens, 0
         self.open += 1
@@ -49,7 +49,7 @@ class Engine:
                 ended = done == request.params.max_tokens
                 counts = SpeculationCounts(trees, 3 * trees, (0, trees)) if ended else None
                 finish, cached = "length" if ended else None, 1 + request.resumed_tokens
-                yield RequestOutput(request.request_id, tokens, (), finish, None, cached, counts)
+                yield SequenceOutput(request.request_id, tokens, (), finish, None, cached, counts)
                 trees += 1
         finally:
             self.open -= 1
@@ -105,13 +105,13 @@ def says(at: int, item: Item) -> Fate:
     return lambda request, number: item if number == at else None
 
 
-def run(*fates: Fate, **settings: Any) -> tuple[list[RequestOutput], Engine, list[None]]:
+def run(*fates: Fate, **settings: Any) -> tuple[list[SequenceOutput], Engine, list[None]]:
     engine, resumed = Engine(list(fates)), []
     config = EngineConfig(**{"model_path": "m", **settings})
 
-    async def whole() -> list[RequestOutput]:
+    async def whole() -> list[SequenceOutput]:
         client = ResilientClient(Calls(engine), config, 0, lambda: resumed.append(None), 0.5)
-        request = Request("r", (7, 100), SamplingParams(max_tokens=TOKENS))
+        request = Request("r", (7, 100), RequestParams(max_tokens=TOKENS))
         outputs = [output async for output in client.generate(request)]
         await asyncio.sleep(0.01)
         return outputs
@@ -121,7 +121,7 @@ def run(*fates: Fate, **settings: Any) -> tuple[list[RequestOutput], Engine, lis
     return outputs, engine, resumed
 
 
-def tokens_of(outputs: list[RequestOutput]) -> list[int]:
+def tokens_of(outputs: list[SequenceOutput]) -> list[int]:
     return [token for output in outputs for token in output.token_ids]
 
 
@@ -212,7 +212,7 @@ def test_a_request_that_cannot_be_served() -> None:
 
 def test_tokens_of_two_models_are_never_mixed() -> None:
     """Nor are tokens of one read by another: a replica of another model does not begin a stream."""
-    another = says(0, Sign("another", 0, "another, m", 4096))
+    another = says(0, StreamSign("another", 0, "another, m", 4096))
     outputs, _, _ = run(dies_at(3), another)
     assert tokens_of(outputs) == WHOLE[:4]
     assert outputs[-1].finish_reason == "abort" and "another is served now" in (outputs[-1].error or "")
@@ -224,7 +224,7 @@ def test_tokens_of_two_models_are_never_mixed() -> None:
 
 
 def test_a_stream_may_begin_where_the_same_model_computes_otherwise() -> None:
-    outputs, _, _ = run(dies_at(1), says(0, Sign("target (float32)", 0, "m, m", 4096)))  # nothing was sent yet
+    outputs, _, _ = run(dies_at(1), says(0, StreamSign("target (float32)", 0, "m, m", 4096)))  # nothing was sent yet
     assert outputs[-1].finish_reason == "length"
 
 
@@ -233,7 +233,7 @@ def test_closing_the_stream_closes_the_attempt() -> None:
 
     async def whole() -> None:
         client = ResilientClient(Calls(engine), EngineConfig(model_path="m"), 0, lambda: None, 0.5)
-        async with aclosing(client.generate(Request("r", (1,), SamplingParams(max_tokens=9)))) as outputs:
+        async with aclosing(client.generate(Request("r", (1,), RequestParams(max_tokens=9)))) as outputs:
             async for _ in outputs:
                 assert engine.open == 1
                 break
@@ -255,11 +255,11 @@ def test_without_engines_status_says_so_and_metrics_are_empty() -> None:
 class Scripted:
     """An engine that does one thing."""
 
-    def __init__(self, *items: RequestOutput | Exception | float) -> None:
+    def __init__(self, *items: SequenceOutput | Exception | float) -> None:
         self.items = items
         self.closed = False
 
-    async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
+    async def generate(self, request: Request) -> AsyncIterator[SequenceOutput]:
         try:
             for item in self.items:
                 if isinstance(item, Exception):
@@ -272,9 +272,9 @@ class Scripted:
             self.closed = True
 
 
-OUTPUT = RequestOutput("r", (1, 2))
-END = RequestOutput("r", (3,), finish_reason="stop")
-FAILED = RequestOutput("r", (), finish_reason="error", error="the gang is lost")
+OUTPUT = SequenceOutput("r", (1, 2))
+END = SequenceOutput("r", (3,), finish_reason="stop")
+FAILED = SequenceOutput("r", (), finish_reason="error", error="the gang is lost")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from cluster.api.core import fields as field_tables
 from cluster.api.core.body import MAX_CONTAINERS, MAX_KEYS
 from cluster.api.core.errors import shown
 from cluster.api.core.fields import MAX_WARNINGS, WARNING_HEADER, sort_fields
-from cluster.api.core.service import LEAST_BODY, Limits
+from cluster.api.core.service import LEAST_BODY, RequestLimits
 from cluster.api.http import calls
 from cluster.api.http.routes import make_app
 from cluster.api.openai.responses import request as response_request
@@ -201,7 +201,7 @@ def test_a_list_of_mistakes_costs_one(client: Client, name: str, monkeypatch: py
 
 
 def test_too_many_messages_and_parts(client: Client, service: ScriptedService) -> None:
-    most = Limits().messages
+    most = RequestLimits().messages
     answer = client.chat(messages=HI * (most + 1))
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
     assert f"at most {most}" in answer.json()["error"]["message"]
@@ -252,8 +252,8 @@ def test_what_is_shown_of_a_value() -> None:
 
 
 def test_the_limits_follow_from_the_context_length() -> None:
-    assert Limits.of(512).body_bytes == LEAST_BODY
-    large = Limits.of(131_072)
+    assert RequestLimits.of(512).body_bytes == LEAST_BODY
+    large = RequestLimits.of(131_072)
     assert large.body_bytes == 4 * LEAST_BODY
     ids = json.dumps({"prompt": [199_999] * 131_071}).encode()  # a full context, as long as token ids get
     assert len(ids) < large.body_bytes
@@ -302,7 +302,7 @@ def send(app: FastAPI, drip: Any, path: str = COMPLETE, **headers: str) -> tuple
 
 @pytest.mark.parametrize("pause_s", [0.005, 60.0])
 def test_a_slow_body_is_given_up(service: ScriptedService, pause_s: float) -> None:
-    app = make_app(service, Limits(body_grace_s=0.2))
+    app = make_app(service, RequestLimits(body_grace_s=0.2))
     status, headers, answer = send(app, Drip(pause_s))
     assert (status, answer["error"]["code"]) == (408, "request_timeout")
     assert "came too slowly" in answer["error"]["message"]
@@ -311,7 +311,7 @@ def test_a_slow_body_is_given_up(service: ScriptedService, pause_s: float) -> No
 
 
 def test_bodies_that_are_too_many_together_are_refused(service: ScriptedService) -> None:
-    app = make_app(service, Limits(held_bytes=1000))
+    app = make_app(service, RequestLimits(held_bytes=1000))
 
     async def both() -> list[httpx.Response]:
         async def slow() -> Any:

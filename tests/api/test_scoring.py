@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.api.core.service import Limits
+from cluster.api.core.service import RequestLimits
 from cluster.api.http.routes import make_app
 from tests.api.scripted import IM_START, MODEL, VOCAB, Client, events
 from tests.api.test_engine import EngineService
@@ -268,7 +268,7 @@ def test_what_cannot_be_said(services: Services, name: str) -> None:
 
 def test_an_answer_has_a_bound(services: Services) -> None:
     """What one call may ask about its prompts, over all of them."""
-    client = Client(make_app(services[1], Limits(prompt_logprobs=100)))
+    client = Client(make_app(services[1], RequestLimits(prompt_logprobs=100)))
     good = {"prompt": "x" * 50, "max_tokens": 1}
     assert client.complete(**good, echo=True, logprobs=1).status_code == 200
     for fields, param in (

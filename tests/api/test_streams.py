@@ -8,7 +8,7 @@ import pytest
 from fastapi import FastAPI
 
 from cluster.actors.messages import Unavailable
-from cluster.request import RequestOutput
+from cluster.request import SequenceOutput
 from tests.api.scripted import MODEL, Client, ScriptedService
 
 MANY = {"max_tokens": 400, "ignore_eos": True}
@@ -33,7 +33,7 @@ def test_what_the_engine_refuses_is_a_400(client: Client, service: ScriptedServi
     assert response.json()["error"]["message"] == service.engine.refusal
 
 
-LOST = RequestOutput("r", (), finish_reason="abort", error="/secret/path.py: rank 1 died")
+LOST = SequenceOutput("r", (), finish_reason="abort", error="/secret/path.py: rank 1 died")
 
 
 @pytest.mark.parametrize("n", [1, 2])

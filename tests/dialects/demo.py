@@ -17,7 +17,7 @@ from pathlib import Path
 from cluster.config import EngineConfig
 from cluster.engine import Engine, build_engine
 from cluster.offline.stepping import complete
-from cluster.request import Request, SamplingParams
+from cluster.request import Request, RequestParams
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET, DRAFT = str(ROOT / "models/demo/target"), str(ROOT / "models/demo/draft")
@@ -62,7 +62,7 @@ def accept_lens(
 
     engine.step = step  # type: ignore[method-assign]
     requests = [
-        Request(f"r{i}", prompt, SamplingParams(temperature=1.0, seed=i, max_tokens=NEW, ignore_eos=True))
+        Request(f"r{i}", prompt, RequestParams(temperature=1.0, seed=i, max_tokens=NEW, ignore_eos=True))
         for i, prompt in enumerate(prompts())
     ]
     texts = complete(engine, requests)  # fills lens

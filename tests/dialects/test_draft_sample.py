@@ -14,7 +14,7 @@ from cluster.cli import main
 from cluster.config import ConfigError, EngineConfig
 from cluster.engine import build_engine
 from cluster.paths.checkout import CHECKOUT, DEMO_DRAFT, DEMO_TARGET, demo_path
-from cluster.request import Request, SamplingParams
+from cluster.request import Request, RequestParams
 from cluster.spec.inputs import EagleDraftInput
 from cluster.tools.sample_draft import clearest, sample_draft
 from tests.tiny import draft_folder, target_folder
@@ -54,7 +54,7 @@ def test_loading_with_a_sample_leaves_no_trace(tmp_path: Path) -> None:
     texts = []
     for _ in range(2):
         engine = build_engine(config(target, draft))
-        engine.submit(Request("a", (5, 6, 7, 8, 9), SamplingParams(max_tokens=12, temperature=0.8, seed=3)))
+        engine.submit(Request("a", (5, 6, 7, 8, 9), RequestParams(max_tokens=12, temperature=0.8, seed=3)))
         tokens: list[int] = []
         while engine.has_work:
             for output in engine.step().outputs:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.batch import Batch, Mode, PromptRows, SamplingBatch
+from cluster.batch import Batch, PromptBatch, SamplingBatch, SamplingMode
 from cluster.config.tree_shape import TreeShape
 from cluster.models.eagle3 import Eagle3Draft
 from cluster.models.target import DecoderTarget
@@ -104,8 +104,8 @@ def batch_of(decodes: int, prompt_rows: int) -> Batch:
         seq_lens=torch.full((decodes,), 5),
         window=torch.zeros(decodes, 0, dtype=torch.int64),
         sampling=SamplingBatch(each, each, each, each, each, rows, noisy=False, filtered=False),
-        prompt=PromptRows(prompt, prompt, prompt + 1, prompt, prompt, None, last, prompt[:finals]),
-        mode=Mode(0),
+        prompt=PromptBatch(prompt, prompt, prompt + 1, prompt, prompt, None, last, prompt[:finals]),
+        mode=SamplingMode(0),
     )
 
 

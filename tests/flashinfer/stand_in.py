@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from cluster.capture import recorder
-from cluster.engine.assembler import Assembler, Inputs
+from cluster.engine.assembler import Assembler, ProgramInputs
 from cluster.engine.lockstep import GangStep, Lockstep
 from cluster.kernels.flashinfer import library as flashinfer_library
 from cluster.kernels.flashinfer.library import FlashInfer
-from cluster.spec.result import Decided
+from cluster.spec.result import StepDecisions
 from tests.flashinfer.device import DEVICE, ROOM, Launch, arrive, captured, kernel, staged
 from tests.flashinfer.signatures import LATENT, METADATA, PREFILL, known, signature
 
@@ -289,12 +289,12 @@ def stand_in_serves(set_attribute: Callable[[object, str, Any], None], sizes: bo
             DEVICE.finish()
         return ran
 
-    def finished(self: Lockstep, ran: GangStep) -> Decided:
+    def finished(self: Lockstep, ran: GangStep) -> StepDecisions:
         given = read(self, ran)
         DEVICE.finish()
         return given
 
-    def sent(self: Assembler, *given: Any, **named: Any) -> Inputs:
+    def sent(self: Assembler, *given: Any, **named: Any) -> ProgramInputs:
         DEVICE.send()
         return send(self, *given, **named)
 

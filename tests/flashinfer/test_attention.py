@@ -9,7 +9,7 @@ import torch
 from cluster.arch.cell import CodedCell
 from cluster.attention.flashinfer import plans as flashinfer_plans
 from cluster.attention.flashinfer.backend import FlashInferAttention
-from cluster.attention.flashinfer.plans import Plans
+from cluster.attention.flashinfer.plans import RunnerPlans
 from cluster.attention.flashinfer.readers import paged_view
 from cluster.batch import HostBounds
 from cluster.kernels.flashinfer.library import Share
@@ -77,16 +77,16 @@ def test_a_pool_in_fp8_is_not_taken() -> None:
 
 
 class Steps:
-    """Steps of a host that is one ahead, as `Plans` sees them."""
+    """Steps of a host that is one ahead, as `RunnerPlans` sees them."""
 
-    def __init__(self, plans: Plans) -> None:
+    def __init__(self, plans: RunnerPlans) -> None:
         self.plans = plans
 
     def run(self, count: int) -> None:
         for at in range(count):
             DEVICE.begin()
             self.plans.begin(HostBounds(20, ((0, 3),), least=(9, 10 + at), turn=at % 2))
-            for key in (flashinfer_plans.Key(4), flashinfer_plans.Key(0)):
+            for key in (flashinfer_plans.ForwardKey(4), flashinfer_plans.ForwardKey(0)):
                 assert self.plans._asked_for(key) is not None
             if at:
                 DEVICE.finish()
@@ -94,28 +94,28 @@ class Steps:
 
 
 @pytest.fixture
-def plans() -> Iterator[Plans]:
+def plans() -> Iterator[RunnerPlans]:
     one = Case(4, 2, (9, 20), (-1,), (), 4, "run")
     made = maker(one, 0)(KVPool(1, 64, (2, 2, 8), torch.float64, CPU), one.table, 4, (None,), 0.3, 8)
     yield made._plans
     DEVICE.read = DEVICE.begun
 
 
-def test_a_plan_on_its_way_is_not_written_over(plans: Plans) -> None:
+def test_a_plan_on_its_way_is_not_written_over(plans: RunnerPlans) -> None:
     before = DEVICE.plans
     Steps(plans).run(4)
     assert DEVICE.plans - before == 8, "two forwards, planned once a step"
     assert [len(held) for held in plans._sets] == [2, 2]
 
 
-def test_one_wrapper_would_be(plans: Plans) -> None:
+def test_one_wrapper_would_be(plans: RunnerPlans) -> None:
     plans._sets = (plans._sets[0],) * 2
     with pytest.raises(AssertionError, match="while its copy may be under way"):
         Steps(plans).run(2)
 
 
-def test_kinds_of_forwards_that_are_gone_give_their_wrappers_back(plans: Plans) -> None:
+def test_kinds_of_forwards_that_are_gone_give_their_wrappers_back(plans: RunnerPlans) -> None:
     for each in range(1, 60):
         plans.begin(HostBounds(20, least=(9, 10)))
-        assert plans._asked_for(flashinfer_plans.Key(each)) is not None
+        assert plans._asked_for(flashinfer_plans.ForwardKey(each)) is not None
     assert max(len(held) for held in plans._sets) <= flashinfer_plans.KEPT

@@ -9,8 +9,8 @@ from cluster.config import ConfigError
 from cluster.engine import build_engine
 from cluster.kernels.flashinfer.kernels import FlashInferKernels
 from cluster.kernels.triton_kernels import TritonKernels
-from cluster.sampling.backends import chooser_of
-from cluster.sampling.triton_sampler import TritonChooser
+from cluster.sampling.backends import sampler_of
+from cluster.sampling.triton_sampler import TritonSampler
 from cluster.spec.backends import tree_backend_of
 from cluster.spec.triton_tree import TritonGrowth, accept
 from tests.families import made
@@ -75,7 +75,7 @@ def test_what_is_left_to_triton_is_said() -> None:
 def test_all_beside_attention_is_as_with_triton() -> None:
     kernels = FlashInferKernels(stand_in())
     assert tree_backend_of(kernels) == tree_backend_of(TritonKernels()) == (TritonGrowth, accept)
-    assert isinstance(chooser_of(kernels), TritonChooser)
+    assert isinstance(sampler_of(kernels), TritonSampler)
 
 
 def test_a_target_without_a_part_for_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

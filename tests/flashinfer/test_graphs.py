@@ -16,8 +16,8 @@ import pytest
 
 from cluster.attention.flashinfer import plans as flashinfer_plans
 from cluster.attention.flashinfer import readers as flashinfer_readers
-from cluster.attention.flashinfer.plans import Key, Plans
-from cluster.batch import Mode
+from cluster.attention.flashinfer.plans import ForwardKey, RunnerPlans
+from cluster.batch import SamplingMode
 from cluster.capture import recorder
 from cluster.capture.recorder import Ahead
 from cluster.config import EngineConfig
@@ -56,7 +56,7 @@ def config(shape: str, family: str, **settings: Any) -> EngineConfig:
 def serve(patch: pytest.MonkeyPatch, of: EngineConfig, buckets: Buckets = SIZES) -> tuple[Engine, Stream]:
     stand_in_serves(patch.setattr)
     patch.setattr(flashinfer_readers, "WORKSPACE", 1)
-    patch.setattr(captures, "MODES", (Mode.NOISY,))
+    patch.setattr(captures, "MODES", (SamplingMode.NOISY,))
     stream = on_stream(patch, buckets)
     patch.setattr(flashinfer_plans, "brought", recorder.brought)
     patch.setattr(DEVICE, "host", lambda: unwatched(stream))
@@ -125,13 +125,13 @@ def found(patch: pytest.MonkeyPatch, what: str) -> None:
 
 @pytest.mark.slow
 def test_one_set_of_wrappers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    true = Plans.__init__
+    true = RunnerPlans.__init__
 
-    def one(self: Plans, *given: Any) -> None:
+    def one(self: RunnerPlans, *given: Any) -> None:
         true(self, *given)
         self._sets, self._stay = (self._sets[0],) * 2, (self._stay[0],) * 2
 
-    monkeypatch.setattr(Plans, "__init__", one)
+    monkeypatch.setattr(RunnerPlans, "__init__", one)
     found(monkeypatch, "while its copy may be under way")
 
 
@@ -143,15 +143,15 @@ def test_a_stale_plan_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_plan_for_another_key_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each plan is made in the place of the one for one request less or more."""
-    true = Plans.again
+    true = RunnerPlans.again
 
-    def other(self: Plans, key: Key, turn: int) -> dict[str, Any] | None:
+    def other(self: RunnerPlans, key: ForwardKey, turn: int) -> dict[str, Any] | None:
         held, wrong = self._stay[turn], key._replace(requests=3 - key.requests)
         if wrong in held:
             held[key], held[wrong] = held[wrong], held[key]
         return true(self, key, turn)
 
-    monkeypatch.setattr(Plans, "again", other)
+    monkeypatch.setattr(RunnerPlans, "again", other)
     found(monkeypatch, "the batch of graphs is of one size")
 
 

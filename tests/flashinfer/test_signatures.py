@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.attention.flashinfer.readers import LatentReader, PagedReader, Reader, Work
+from cluster.attention.flashinfer.readers import AttentionWork, CellReader, LatentReader, PagedReader
 from cluster.kernels.flashinfer import library as flashinfer_library
 from cluster.kernels.flashinfer.launch import LATENT as LATENT_OWN
 from cluster.kernels.flashinfer.launch import LATENT_BACKEND, PAGED, latent_launch, paged_launch
@@ -61,9 +61,9 @@ def calls(dtype: torch.dtype = torch.bfloat16) -> dict[tuple[str, str], dict[str
     for cell, size, value in (((2, 2, 64), 64, 64), ((1, 1, 576), 576, 512)):
         pool = torch.zeros(1, 32, *cell, dtype=dtype)
         given = flashinfer, pool, 16, 4, 0.125
-        reader: Reader = PagedReader(*given) if size == value else LatentReader(*given, value)
+        reader: CellReader = PagedReader(*given) if size == value else LatentReader(*given, value)
         wrapper = reader.wrapper()
-        reader.plan(wrapper, Work([0, 3], [0, 3], [3], numbers, True))
+        reader.plan(wrapper, AttentionWork([0, 3], [0, 3], [3], numbers, True))
         reader.run(wrapper, pool[0], torch.zeros(3, 4, size, dtype=dtype), torch.zeros(3, 4, value, dtype=dtype))
     return noted.calls
 

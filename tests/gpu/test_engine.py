@@ -8,7 +8,7 @@ import torch
 from cluster.config import EngineConfig
 from cluster.engine import build_engine
 from cluster.offline.stepping import complete
-from cluster.request import Request, SamplingParams
+from cluster.request import Request, RequestParams
 from tests.tiny import tiny_draft, tiny_target
 
 pytestmark = [
@@ -23,7 +23,7 @@ def test_cuda_gives_the_tokens_of_the_cpu(tmp_path: Path, topk: int, temperature
     target = tiny_target(tmp_path / "target")
     draft = tiny_draft(tmp_path / "draft", target)
     requests = [
-        Request(str(i), tuple(range(2 + i, 30 + i)), SamplingParams(temperature=temperature, seed=i, max_tokens=24))
+        Request(str(i), tuple(range(2 + i, 30 + i)), RequestParams(temperature=temperature, seed=i, max_tokens=24))
         for i in range(4)
     ]
     texts = []

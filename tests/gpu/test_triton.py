@@ -15,8 +15,8 @@ from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
 from cluster.sampling import filters
 from cluster.sampling.noise import keys_along
-from cluster.sampling.sampling_inputs import Draw
-from cluster.sampling.triton_sampler import TritonChooser, least_kept
+from cluster.sampling.sampling_inputs import SamplingInputs
+from cluster.sampling.triton_sampler import TritonSampler, least_kept
 from tests.gpu.trees import check_trees
 from tests.unit.attention.dense import Case
 from tests.unit.attention.test_twins import KINDS, SHAPES, TREE
@@ -92,7 +92,7 @@ def test_thresholds_are_those_of_torch_there(dtype: torch.dtype) -> None:
     sampling, vocab = there(mixed(torch.promote_types(dtype, torch.float32))), 20000
     count = sampling.seeds.shape[0]
     logits = there(logits_of(4 * count, vocab, dtype))
-    draw = Draw(4, sampling, None)
+    draw = SamplingInputs(4, sampling, None)
     wide = logits.to(sampling.inverse_temperature.dtype).view(count, 4, vocab)
     twin = filters.least_kept(wide * sampling.inverse_temperature[:, None, None], sampling)
     assert torch.equal(least_kept(logits, draw), twin.view(-1, 1))
@@ -120,5 +120,5 @@ def test_rows_of_experts(dtype: torch.dtype) -> None:
 
 def test_keys_of_noise() -> None:
     seeds, first = torch.tensor([0, 2**63 - 1, -1, 7]), torch.tensor([0, 1, 2**40, 9])
-    own = TritonChooser().noise(there(seeds), there(first), 9, there(torch.zeros(3, dtype=torch.int32)), torch.float32)
+    own = TritonSampler().noise(there(seeds), there(first), 9, there(torch.zeros(3, dtype=torch.int32)), torch.float32)
     assert torch.equal(own.keys.cpu(), keys_along(seeds, first, 9))

@@ -18,7 +18,15 @@ import pytest
 from cluster.bench.hostile_grammars import HOSTILE
 from cluster.grammar import compiler
 from cluster.grammar.asked import Grammar, GrammarError
-from cluster.grammar.compiler import GRACE_S, NICENESS, PATIENCE_S, Answer, Compiler, CompilerError, Process
+from cluster.grammar.compiler import (
+    GRACE_S,
+    NICENESS,
+    PATIENCE_S,
+    Compiler,
+    CompilerError,
+    CompileResult,
+    CompilerProcess,
+)
 from tests.grammar.walks import demo, walk
 
 GOOD = Grammar("choice", '["yes", "no"]')
@@ -92,11 +100,11 @@ def test_a_process_that_was_killed_is_replaced(compile_in_two: Compiler) -> None
 
 @pytest.mark.slow
 def test_a_process_that_is_killed_at_work_takes_up_the_work_again() -> None:
-    process = Process(demo().vocabulary, seconds=4.0)
+    process = CompilerProcess(demo().vocabulary, seconds=4.0)
     try:
         assert process.compile(GOOD).text
 
-        async def killed_twice() -> Answer:
+        async def killed_twice() -> CompileResult:
             work = asyncio.create_task(asyncio.to_thread(process.compile, SLOW))
             pid: int | None = None
             for _ in range(2):  # at work, and while the next one starts
@@ -133,7 +141,7 @@ def used(pid: int | None) -> float:
 
 @pytest.mark.slow
 def test_time_is_limited_and_nothing_has_to_start_anew() -> None:
-    process = Process(demo().vocabulary, seconds=2.0)
+    process = CompilerProcess(demo().vocabulary, seconds=2.0)
     try:
         assert process.compile(GOOD).text
         pid = process.pid
@@ -150,7 +158,7 @@ def children(pid: int | None) -> str:
 
 
 def test_a_child_does_not_outlive_its_parent() -> None:
-    process = Process(demo().vocabulary, seconds=30.0)
+    process = CompilerProcess(demo().vocabulary, seconds=30.0)
     assert process.compile(GOOD).text
     with ThreadPoolExecutor(1) as pool:
         work = pool.submit(process.compile, SLOW)
@@ -168,13 +176,13 @@ def test_a_child_does_not_outlive_its_parent() -> None:
 
 def test_grammars_are_compiled_once(compile_in_two: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Grammar] = []
-    compile_one = Process.compile
+    compile_one = CompilerProcess.compile
 
-    def counting(self: Process, grammar: Grammar) -> Answer:
+    def counting(self: CompilerProcess, grammar: Grammar) -> CompileResult:
         asked.append(grammar)
         return compile_one(self, grammar)
 
-    monkeypatch.setattr(Process, "compile", counting)
+    monkeypatch.setattr(CompilerProcess, "compile", counting)
     monkeypatch.setattr(compiler, "CACHED", 3)
     wrong = Grammar("regex", "(")
 
@@ -249,6 +257,6 @@ def alive(pid: int) -> bool:
 
 def test_a_compiler_that_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/true")
-    process = Process(demo().vocabulary, 2.0)
+    process = CompilerProcess(demo().vocabulary, 2.0)
     with pytest.raises(CompilerError, match="does not start"):
         process.compile(GOOD)

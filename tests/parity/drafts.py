@@ -9,7 +9,7 @@ from torch import Tensor
 from cluster.batch import Batch
 from cluster.config.tree_shape import TreeShape
 from cluster.engine import Engine
-from cluster.sampling.sampling_inputs import Draw, Drawing
+from cluster.sampling.sampling_inputs import PhaseSampling, SamplingInputs
 from cluster.spec.draft import Draft
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.tree import DraftTree, ancestors_of
@@ -50,7 +50,7 @@ class OracleDraft(_Knowing):
         super().__init__(truth, rate)
         self._shape, self._vocab, self._hidden = shape, vocab, hidden
 
-    def draft(self, batch: Batch, carried: EagleDraftInput, drawing: Drawing, shape: TreeShape) -> DraftTree:
+    def draft(self, batch: Batch, carried: EagleDraftInput, drawing: PhaseSampling, shape: TreeShape) -> DraftTree:
         self._shape = shape
         n, r = shape.num_draft_tokens, batch.decodes
         tokens = torch.zeros(r, n, dtype=torch.int64)
@@ -81,7 +81,7 @@ class OracleDraft(_Knowing):
             tokens[j], parents[j], depths[j] = token, parent, depth + 1
 
     def extend(
-        self, batch: Batch, accepted: Accepted, features: list[Tensor], draw: Draw, shape: TreeShape
+        self, batch: Batch, accepted: Accepted, features: list[Tensor], draw: SamplingInputs, shape: TreeShape
     ) -> EagleDraftInput:
         bonus, k = accepted.bonus, self._shape.topk
         hidden = features[0].new_zeros(bonus.shape[0], self._hidden)
@@ -98,7 +98,7 @@ class CorrectedDraft(_Knowing):
         super().__init__(truth, rate)
         self._inner = inner
 
-    def draft(self, batch: Batch, carried: EagleDraftInput, drawing: Drawing, shape: TreeShape) -> DraftTree:
+    def draft(self, batch: Batch, carried: EagleDraftInput, drawing: PhaseSampling, shape: TreeShape) -> DraftTree:
         tree = self._inner.draft(batch, carried, drawing, shape)
         tokens = tree.tokens.clone()
         for i in range(batch.decodes):
@@ -118,7 +118,7 @@ class CorrectedDraft(_Knowing):
         return DraftTree(tokens, tree.parents, tree.depths, tree.ancestors)
 
     def extend(
-        self, batch: Batch, accepted: Accepted, features: list[Tensor], draw: Draw, shape: TreeShape
+        self, batch: Batch, accepted: Accepted, features: list[Tensor], draw: SamplingInputs, shape: TreeShape
     ) -> EagleDraftInput:
         return self._inner.extend(batch, accepted, features, draw, shape)
 

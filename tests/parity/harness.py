@@ -13,7 +13,7 @@ from cluster.config import EngineConfig
 from cluster.config.tree_shape import tree_shape
 from cluster.engine import Engine, StepResult, build_engine
 from cluster.engine.build import engine_of, prepare_alone
-from cluster.request import Request, RequestOutput, SamplingParams
+from cluster.request import Request, RequestParams, SequenceOutput
 from tests.parity.drafts import OracleDraft, Texts, correct
 from tests.tiny import draft_folder, target_folder
 
@@ -21,11 +21,11 @@ VOCAB = 24
 """Small, so that a random draft is right now and then."""
 OVERLAP = int(os.environ.get("OVERLAP", "0"))  # steps that have begun when the results of one are read
 CACHE = os.environ.get("KV_CACHE_DTYPE", "auto")
-GREEDY = SamplingParams(temperature=0.0)
+GREEDY = RequestParams(temperature=0.0)
 SAMPLING = {
     "greedy": GREEDY,
-    "0.8": SamplingParams(temperature=0.8),
-    "filtered": SamplingParams(temperature=1.2, top_p=0.9, top_k=12, min_p=0.02),
+    "0.8": RequestParams(temperature=0.8),
+    "filtered": RequestParams(temperature=1.2, top_p=0.9, top_k=12, min_p=0.02),
 }
 
 
@@ -34,8 +34,8 @@ class Run:
     """What an engine gave: outputs joined per request, and every accept length."""
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
-    last: dict[str, RequestOutput] = field(default_factory=dict)
-    outputs: dict[str, list[RequestOutput]] = field(default_factory=dict)
+    last: dict[str, SequenceOutput] = field(default_factory=dict)
+    outputs: dict[str, list[SequenceOutput]] = field(default_factory=dict)
     accept_lens: list[int] = field(default_factory=list)
     retracted: int = 0
     steps: int = 0
@@ -140,7 +140,7 @@ def run(
     return result
 
 
-def request(name: str, prompt: Sequence[int], params: SamplingParams, **changes: object) -> Request:
+def request(name: str, prompt: Sequence[int], params: RequestParams, **changes: object) -> Request:
     """A request of `prompt`; `changes` are sampling parameters."""
     return Request(name, tuple(prompt), replace(params, **changes))  # type: ignore[arg-type]
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.batch import Order
+from cluster.batch import StepInput
 from cluster.engine import Engine, StepResult
 from tests.late import LatePrograms
 from tests.tables import held_slots
 
-NOTHING = Order()
+NOTHING = StepInput()
 POISONS = (math.nan, math.inf)
 """In turns, step by step."""
 NO_CODE = 255
@@ -42,7 +42,7 @@ def written(engine: Engine) -> Tensor:
     return held
 
 
-def poison(engine: Engine, memory: list[Tensor], value: float, order: Order = NOTHING) -> None:
+def poison(engine: Engine, memory: list[Tensor], value: float, order: StepInput = NOTHING) -> None:
     """Fill the sink, all free pages and the free ends of used ones, and what idle requests carry; what the step of a
     late `order` reads stays, though the host may have moved on.
     """

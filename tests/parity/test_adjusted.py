@@ -16,7 +16,7 @@ from transformers.generation.logits_process import (
 
 from cluster.config import EngineConfig
 from cluster.engine import Engine, StepResult, build_engine
-from cluster.request import Adjustments, Request
+from cluster.request import LogitAdjustments, Request
 from tests.parity.drafts import Texts
 from tests.parity.harness import (
     GREEDY,
@@ -34,16 +34,16 @@ from tests.parity.harness import (
 from tests.parity.test_transformers import oracle
 
 EOS = 1
-KINDS: dict[str, Adjustments] = {
-    "presence": Adjustments(presence_penalty=1.5),
-    "frequency": Adjustments(frequency_penalty=0.7),
-    "repetition": Adjustments(repetition_penalty=1.4),
-    "rewards": Adjustments(presence_penalty=-0.5, frequency_penalty=-0.2, repetition_penalty=0.8),
-    "bias": Adjustments(bias=((3, 4.0), (7, -100.0), (11, 2.5))),
-    "allowed": Adjustments(allowed_token_ids=(2, 5, 9, 13, 17)),
-    "words": Adjustments(bad_words_token_ids=((4,), (6, 8), (9, 9, 9), (10, 3), (3, 10), (12, 12))),
-    "least": Adjustments(min_tokens=9),
-    "all": Adjustments(0.4, 0.3, 1.2, ((3, 1.0), (1, 2.0)), tuple(range(1, 20)), ((5, 6), (2,)), 6),
+KINDS: dict[str, LogitAdjustments] = {
+    "presence": LogitAdjustments(presence_penalty=1.5),
+    "frequency": LogitAdjustments(frequency_penalty=0.7),
+    "repetition": LogitAdjustments(repetition_penalty=1.4),
+    "rewards": LogitAdjustments(presence_penalty=-0.5, frequency_penalty=-0.2, repetition_penalty=0.8),
+    "bias": LogitAdjustments(bias=((3, 4.0), (7, -100.0), (11, 2.5))),
+    "allowed": LogitAdjustments(allowed_token_ids=(2, 5, 9, 13, 17)),
+    "words": LogitAdjustments(bad_words_token_ids=((4,), (6, 8), (9, 9, 9), (10, 3), (3, 10), (12, 12))),
+    "least": LogitAdjustments(min_tokens=9),
+    "all": LogitAdjustments(0.4, 0.3, 1.2, ((3, 1.0), (1, 2.0)), tuple(range(1, 20)), ((5, 6), (2,)), 6),
 }
 SHAPES = [(1, 3), (1, 5), (3, 3), (4, 5)]
 
@@ -51,7 +51,7 @@ SHAPES = [(1, 3), (1, 5), (3, 3), (4, 5)]
 def asked(sampling: str) -> list[Request]:
     """A request of each kind, and two without adjustments between them."""
     common = {"max_tokens": 20, "stop_token_ids": (14,)}
-    kinds: dict[str, Adjustments | None] = {"none": None, **KINDS, "neither": None}
+    kinds: dict[str, LogitAdjustments | None] = {"none": None, **KINDS, "neither": None}
     return [
         request(name, prompts()[i % 8], SAMPLING[sampling], seed=70 + i, adjustments=adjustments, **common)
         for i, (name, adjustments) in enumerate(kinds.items())
@@ -90,7 +90,7 @@ class Counted(LogitsProcessor):
         return scores - self._frequency * count - self._presence * (count > 0)  # type: ignore[return-value]
 
 
-def processors(adjustments: Adjustments, prompt: int, ends: list[int]) -> LogitsProcessorList:
+def processors(adjustments: LogitAdjustments, prompt: int, ends: list[int]) -> LogitsProcessorList:
     a, made = adjustments, LogitsProcessorList()
     if a.bias:
         made.append(SequenceBiasLogitsProcessor({(token,): bias for token, bias in a.bias}))

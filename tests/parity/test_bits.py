@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from cluster.engine import build_engine
-from cluster.request import Request, SamplingParams
+from cluster.request import Request, RequestParams
 from tests.parity.harness import config_of, run, tiny_pair
 from tests.unit.kernels.library import c_serves
 
@@ -21,7 +21,7 @@ def requests(sampling: str) -> list[Request]:
         Request(
             f"r{i}",
             tuple(1 + (n * 7 + i) % 20 for n in range(length)),
-            SamplingParams(max_tokens=14, seed=i, logprobs=3, ignore_eos=True, **SAMPLINGS[sampling]),  # type: ignore[arg-type]
+            RequestParams(max_tokens=14, seed=i, logprobs=3, ignore_eos=True, **SAMPLINGS[sampling]),  # type: ignore[arg-type]
         )
         for i, length in enumerate(lengths)
     ]

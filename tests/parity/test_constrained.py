@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from cluster.batch import Mode
+from cluster.batch import SamplingMode
 from cluster.config import EngineConfig
 from cluster.engine import build_engine
 from cluster.engine.programs import Programs
 from cluster.grammar.asked import GrammarError
-from cluster.request import Adjustments, Request
+from cluster.request import LogitAdjustments, Request
 from tests.parity.automata import EOS, Walker, automaton, follows, walked
 from tests.parity.harness import (
     OVERLAP,
@@ -31,7 +31,7 @@ from tests.parity.harness import (
 SHAPES = [(1, 3), (1, 5), (3, 3), (4, 5), (8, 3)]
 """The last drafts more nodes, of which it keeps some, than what it keeps and what grammars force take together."""
 WORDS = ((5,), (7, 3))
-BANS = Adjustments(repetition_penalty=1.3, bias=((4, -100.0), (9, 3.0)), bad_words_token_ids=WORDS, min_tokens=4)
+BANS = LogitAdjustments(repetition_penalty=1.3, bias=((4, -100.0), (9, 3.0)), bad_words_token_ids=WORDS, min_tokens=4)
 
 
 def asked(sampling: str) -> list[Request]:
@@ -102,7 +102,9 @@ def test_captured_steps_call_the_host(topk: int, num_steps: int, sampling: str) 
         assert all(ended[name] == each[name] for name, each in alone.items())
     programs = engine._p.lockstep.programs
     if isinstance(programs, Programs):  # a device that runs late replays nothing
-        assert any(Mode.CONSTRAINED in Mode(key.mode) for key in programs.captured), "some steps were replayed"
+        assert any(SamplingMode.CONSTRAINED in SamplingMode(key.mode) for key in programs.captured), (
+            "some steps were replayed"
+        )
 
 
 @pytest.mark.parametrize(("topk", "num_steps"), [(0, 0), (1, 3), (3, 3)])

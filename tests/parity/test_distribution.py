@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 
 from cluster.engine import build_engine
-from cluster.request import SamplingParams
+from cluster.request import RequestParams
 from tests.parity.harness import VOCAB, config_of, request, run
 from tests.parity.reference import target_reference
 from tests.tiny import draft_folder, target_folder
@@ -47,7 +47,7 @@ def test_texts_fit_the_filtered_target(options: dict[str, float], count: int) ->
     target = target_folder(vocab_size=VOCAB, spread=0.3)
     settings = {"max_running_requests": 500, "max_total_tokens": 500 * 32, "page_size": 4}
     engine = build_engine(config_of(target, draft_folder(target), 6, 2, **settings))
-    params = SamplingParams(**options)  # type: ignore[arg-type]
+    params = RequestParams(**options)  # type: ignore[arg-type]
     texts, lens = [], []
     for part in range(0, count, 500):
         asked = [

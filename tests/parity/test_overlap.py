@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cluster.batch import Order
+from cluster.batch import StepInput
 from cluster.engine import Engine, StepResult
 from tests.late import LateOutput, LatePrograms, delay
 from tests.parity.harness import config_of, grid_requests, plain_run, run, scarce, speculative, tiny_pair, truth
@@ -37,7 +37,7 @@ def test_a_step_is_under_way_while_the_next_is_scheduled(monkeypatch: pytest.Mon
     engine, seen = overlapped(1), ""
     begin, read = LatePrograms.run, LateOutput.read
 
-    def began(self: LatePrograms, order: Order, *rest: Any) -> LateOutput:
+    def began(self: LatePrograms, order: StepInput, *rest: Any) -> LateOutput:
         nonlocal seen
         seen += "b"
         return begin(self, order, *rest)

@@ -8,8 +8,8 @@ import torch
 
 import cluster.spec.step
 from cluster.sampling.grammars import GrammarTable
-from cluster.sampling.logits_processor import Adjust
-from cluster.sampling.penalties import AdjustmentTable
+from cluster.sampling.logits_processor import LogitsProcessor
+from cluster.sampling.penalties import PenaltyTable
 from tests.parity import test_constrained as constrained
 from tests.parity.test_constrained import plain
 
@@ -22,7 +22,7 @@ def changed(patch: Patch, owner: object, name: str, make: Callable[[Callable[...
 
 
 def paths_are_ignored(patch: Patch) -> None:
-    patch.setattr(Adjust, "after", lambda self, path: self)
+    patch.setattr(LogitsProcessor, "after", lambda self, path: self)
 
 
 def grammars_stand_still(patch: Patch) -> None:
@@ -30,18 +30,18 @@ def grammars_stand_still(patch: Patch) -> None:
 
 
 def penalties_count_nothing(patch: Patch) -> None:
-    patch.setattr(AdjustmentTable, "commit", lambda *_: None)
+    patch.setattr(PenaltyTable, "commit", lambda *_: None)
 
 
 def another_request_is_asked(patch: Patch) -> None:
-    def make(true: Callable[..., Adjust]) -> object:
-        def wrong(self: Adjust, which: slice) -> Adjust:
+    def make(true: Callable[..., LogitsProcessor]) -> object:
+        def wrong(self: LogitsProcessor, which: slice) -> LogitsProcessor:
             own = true(self, which)
             return replace(own, rows=own.rows.flip(0))
 
         return wrong
 
-    changed(patch, Adjust, "narrow", make)
+    changed(patch, LogitsProcessor, "narrow", make)
 
 
 def a_token_is_accepted_twice(patch: Patch) -> None:

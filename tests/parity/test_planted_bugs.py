@@ -15,7 +15,7 @@ import cluster.sampling.noise
 import cluster.spec.backends
 import cluster.spec.draft
 import cluster.spec.step
-from cluster.attention.cells import Cells
+from cluster.attention.cells import RequestCells
 from cluster.engine import Engine
 from cluster.engine.assembler import Assembler
 from cluster.engine.finish import Cut, FinishCheck
@@ -346,7 +346,7 @@ def _(patch: Patch) -> None:
 
 @bug("the last committed token is not seen")
 def _(patch: Patch) -> None:
-    patch.setattr(Cells, "beyond", property(lambda self: torch.arange(self.longest) >= self.lens[:, None] - 1))
+    patch.setattr(RequestCells, "beyond", property(lambda self: torch.arange(self.longest) >= self.lens[:, None] - 1))
 
 
 @bug("beyond its own tokens a request reads the sink")
@@ -357,7 +357,7 @@ def _(patch: Patch) -> None:
 
         return sunk
 
-    changed(patch, Cells, "slots", make)
+    changed(patch, RequestCells, "slots", make)
 
 
 @bug("beyond its own rows a short chunk reads what nobody wrote")
@@ -365,7 +365,7 @@ def _(patch: Patch) -> None:
     def make(true):  # type: ignore[no-untyped-def]
         return lambda self, table, rows, lens, longest, more, written=None: true(self, table, rows, lens, longest, more)
 
-    changed(patch, Cells, "__init__", make)
+    changed(patch, RequestCells, "__init__", make)
 
 
 @bug("log-probabilities are those of the next token")

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from cluster.engine import Engine, StepResult, build_engine
-from cluster.engine.scheduler import Room, Schedule
-from cluster.request import Request, RequestOutput, SamplingParams, TokenLogprob
+from cluster.engine.scheduler import RemainingRows, Schedule
+from cluster.request import Request, RequestParams, SequenceOutput, TokenLogprob
 from tests.parity.harness import (
     SAMPLING,
     Run,
@@ -39,7 +39,7 @@ def expected(folder: str, prompt: tuple[int, ...]) -> torch.Tensor:
     return target_reference(folder).run(list(prompt)).logits[:-1].log_softmax(-1)
 
 
-def told(outputs: Sequence[RequestOutput]) -> list[TokenLogprob]:
+def told(outputs: Sequence[SequenceOutput]) -> list[TokenLogprob]:
     """What came of the prompt: with the first output, and never again."""
     assert not any(output.prompt_logprobs for output in outputs[1:])
     return list(outputs[0].prompt_logprobs)
@@ -100,7 +100,7 @@ def test_scored_rows_of_a_step_are_bounded(topk: int, monkeypatch: pytest.Monkey
     scheduler = engine._p.scheduler
     room, schedule = scheduler._room, scheduler.schedule
 
-    def narrow(*given: Any) -> Room:
+    def narrow(*given: Any) -> RemainingRows:
         return replace(room(*given), scored=7)
 
     def counted(*given: int) -> Schedule:
@@ -190,7 +190,7 @@ def test_a_resumed_request_is_asked_about_its_prompt_alone(topk: int) -> None:
 def test_no_tokens_at_all(topk: int) -> None:
     """A request for 0 tokens ends with its prompt, also where that fills the context, and asks for no window."""
     engine = engine_of(topk, context_length=66, chunked_prefill_size=16)
-    params = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=1)
+    params = RequestParams(temperature=0.0, max_tokens=0, prompt_logprobs=1)
     longest = [request(f"{i}", prompt, params) for i, prompt in enumerate(prompts())]
     params = replace(params, prompt_logprobs=None)
     silent = [request(f"{i}/silent", prompt, params) for i, prompt in enumerate(prompts())]

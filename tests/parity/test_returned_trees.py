@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.batch import Mode
+from cluster.batch import SamplingMode
 from cluster.engine import Engine, build_engine
 from cluster.engine.scheduler import mode_of
 from cluster.request import Request, StepTree
-from cluster.spec.result import Decided
+from cluster.spec.result import StepDecisions
 from tests.late import LatePrograms, delay
 from tests.parity.automata import EOS, automaton, walked
 from tests.parity.harness import (
@@ -193,7 +193,7 @@ def test_steps_without_such_a_request_have_no_trees(monkeypatch: pytest.MonkeyPa
     engine = build_engine(config)
     true = Engine._commit
 
-    def noting(self: Engine, schedule: object, given: Decided, *rest: object) -> object:
+    def noting(self: Engine, schedule: object, given: StepDecisions, *rest: object) -> object:
         seen.append(given.trees is None)
         return true(self, schedule, given, *rest)  # type: ignore[arg-type]
 
@@ -203,5 +203,5 @@ def test_steps_without_such_a_request_have_no_trees(monkeypatch: pytest.MonkeyPa
     run(engine, [replace(one, request_id=f"{one.request_id}/2") for one in asking(grid_requests("0.8", 3))])
     assert not all(seen)
     params = [one.params for one in grid_requests("0.8", 3)]
-    assert Mode.TREES not in mode_of(params)
-    assert mode_of([*params, replace(params[0], return_tree=True)]) == mode_of(params) | Mode.TREES
+    assert SamplingMode.TREES not in mode_of(params)
+    assert mode_of([*params, replace(params[0], return_tree=True)]) == mode_of(params) | SamplingMode.TREES

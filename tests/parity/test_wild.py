@@ -15,7 +15,7 @@ from jsonschema import Draft202012Validator
 from cluster.config import EngineConfig
 from cluster.engine import build_engine
 from cluster.grammar.vocabulary import Vocabulary
-from cluster.request import Adjustments, Request, SamplingParams
+from cluster.request import LogitAdjustments, Request, RequestParams
 from cluster.tokenizer.tokenizer import TextTokenizer
 from tests.grammar.checks import CHECKS
 from tests.grammar.walks import DEMO, Grammars, grammars_of
@@ -31,13 +31,13 @@ TEMPERATURES = (0.0, 1.0)
 
 
 @cache
-def towards_the_end() -> Adjustments:
+def towards_the_end() -> LogitAdjustments:
     """What has a random model end its strings, lists and numbers: a bias, and penalties for what it repeats."""
     tokenizer = TextTokenizer.load(str(DEMO))
     closing = [
         token for token in range(VOCAB) if tokenizer.token_text(token)[0] in ('"', "}", "]", '"}', '"]', ",", " ")
     ]
-    return Adjustments(frequency_penalty=0.2, bias=tuple((token, 6.0) for token in (EOS, *closing)))
+    return LogitAdjustments(frequency_penalty=0.2, bias=tuple((token, 6.0) for token in (EOS, *closing)))
 
 
 @cache
@@ -51,7 +51,7 @@ def asked(temperature: float) -> tuple[Request, ...]:
     made = []
     for at, (name, grammar) in enumerate(GRAMMARS.items()):
         prompt = tuple(5 + (at * 37 + 11 * i) % (VOCAB - 5) for i in range(3 + at % 9))
-        params = SamplingParams(
+        params = RequestParams(
             temperature=temperature,
             seed=90 + at,
             max_tokens=MOST,

@@ -9,7 +9,7 @@ from cluster.batch import Batch
 from cluster.config.tree_shape import TreeShape
 from cluster.engine import Engine, StepResult
 from cluster.sampling.noise import Noise, noise_keys, token_hashes
-from cluster.sampling.sampling_inputs import Drawing
+from cluster.sampling.sampling_inputs import PhaseSampling
 from cluster.sampling.torch_sampler import scored
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.tree import DECAY, FLOOR, DraftTree
@@ -49,7 +49,7 @@ class Watch:
             return
 
         class Watched:
-            def draft(_, batch: Batch, carried: EagleDraftInput, drawing: Drawing, shape: TreeShape) -> DraftTree:
+            def draft(_, batch: Batch, carried: EagleDraftInput, drawing: PhaseSampling, shape: TreeShape) -> DraftTree:
                 tree = inner.draft(batch, carried, drawing, shape)
                 for i, row in enumerate(batch.decode_rows.tolist()):
                     self._look(engine, owners(engine)[row], batch, carried, tree, i)

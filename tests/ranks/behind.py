@@ -11,16 +11,16 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cluster.batch import Order
+from cluster.batch import StepInput
 from cluster.config.tree_shape import TreeShape
 from cluster.distributed import mesh as meshes
 from cluster.distributed.mesh import Mesh, Rendezvous
-from cluster.distributed.watchdog import Watch
+from cluster.distributed.watchdog import DeviceWatchdog
 from cluster.dp_attention.exchange import Exchange
-from cluster.dp_attention.plan import Call, StepPlan
+from cluster.dp_attention.plan import ScriptCall, StepPlan
 from cluster.engine.programs import Programs
 from cluster.engine.rank import Rank
-from cluster.spec.result import Decided
+from cluster.spec.result import StepDecisions
 
 MOMENTS = 64  # of a step that the host notes before the device has begun it
 
@@ -88,9 +88,9 @@ class HostExchange:
     """What the host sees of the exchange: the script, for the step that it queues."""
 
     def __init__(self) -> None:
-        self.script: tuple[int, Sequence[Call], bool] = (0, (), False)
+        self.script: tuple[int, Sequence[ScriptCall], bool] = (0, (), False)
 
-    def begin(self, step: int, calls: Sequence[Call], counted: bool = False) -> None:
+    def begin(self, step: int, calls: Sequence[ScriptCall], counted: bool = False) -> None:
         self.script = step, calls, counted
 
     def end(self) -> None:
@@ -101,9 +101,9 @@ class Output:
     """What a step will have decided."""
 
     def __init__(self) -> None:
-        self.decided: Decided | None = None
+        self.decided: StepDecisions | None = None
 
-    def read(self) -> Decided:
+    def read(self) -> StepDecisions:
         assert self.decided is not None, "read before the device has run it"
         return self.decided
 
@@ -127,7 +127,7 @@ class BehindPrograms:
     def launched_anew(self) -> int:
         return self._programs.launched_anew
 
-    def run(self, order: Order, plan: StepPlan, shape: TreeShape) -> Output:
+    def run(self, order: StepInput, plan: StepPlan, shape: TreeShape) -> Output:
         output, script = Output(), self._host.script
         noted = [Moment() for _ in range(MOMENTS)]
         self._clock._ahead.extend(noted)
@@ -145,7 +145,7 @@ class BehindPrograms:
 
 
 def put_behind(
-    rank: Rank, where: Rendezvous, limit_s: float, before: Callable[[int, Call], None], fails: bool = False
+    rank: Rank, where: Rendezvous, limit_s: float, before: Callable[[int, ScriptCall], None], fails: bool = False
 ) -> Rank:
     """Give a rank such a device; `before` is called there before each collective, with the number of its step."""
     lockstep: Any = rank._lockstep
@@ -154,7 +154,7 @@ def put_behind(
     alone = [[number] for number in range(mesh.world.size)]
     mesh.world, mesh.attn = meshes._axes(mesh.rank, mesh.world.size, alone, "gloo", mesh.world.clock)
 
-    def entered(call: Call, collective: Callable[..., Any], *given: Any) -> Any:
+    def entered(call: ScriptCall, collective: Callable[..., Any], *given: Any) -> Any:
         before(exchange._step, call)
         device.advance()
         result = collective(*given)
@@ -165,7 +165,7 @@ def put_behind(
     lockstep.exchange = HostExchange()
     lockstep.programs = BehindPrograms(lockstep.programs, exchange, lockstep.exchange, device, mesh)
     mesh.proclaim(meshes._client(where))
-    lockstep.watch = Watch(mesh, device)
+    lockstep.watch = DeviceWatchdog(mesh, device)
     lockstep.watch.serve(limit_s)
     device.start()
     return rank

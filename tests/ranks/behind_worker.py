@@ -14,9 +14,9 @@ from cluster.actors.step_loop import EngineLoop
 from cluster.capture.tape import Tape
 from cluster.config import EngineConfig
 from cluster.distributed.mesh import Rendezvous, Store
-from cluster.dp_attention.plan import Call
+from cluster.dp_attention.plan import ScriptCall
 from cluster.engine import build_rank
-from cluster.request import Request, SamplingParams
+from cluster.request import Request, RequestParams
 from tests.backend import force
 from tests.ranks.behind import put_behind
 from tests.ranks.process import say, serve
@@ -31,7 +31,7 @@ class Fault:
         self._plant, self._at_step, self.due = plant, at_step, False
         self._struck, self._slow = False, SLOW_CALLS if plant == "slow" else 0
 
-    def __call__(self, step: int, call: Call) -> None:
+    def __call__(self, step: int, call: ScriptCall) -> None:
         """Before a collective, on the device."""
         if not self._plant or step < self._at_step or (call.phase != "target" and not self._struck):
             return
@@ -97,7 +97,7 @@ def run(case: dict[str, Any], rank: int, where: Rendezvous, store: Store | None)
 
 def asked(action: dict[str, Any]) -> Request:
     fields = action["request"]
-    return Request(fields["request_id"], tuple(fields["prompt_token_ids"]), SamplingParams(**fields["params"]))
+    return Request(fields["request_id"], tuple(fields["prompt_token_ids"]), RequestParams(**fields["params"]))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from cluster.config.tree_shape import TreeShape
-from cluster.dp_attention.plan import Facts, PlanRule, StepPlan
+from cluster.dp_attention.plan import PlanRule, RankFacts, StepPlan
 from cluster.engine import Rank, lockstep
 
 
@@ -59,7 +59,7 @@ class Harm:
         """Call `change` before the ranks agree on a step."""
         true = self.coordinator.header
 
-        def header() -> Facts:
+        def header() -> RankFacts:
             if self.due(self.coordinator.step):
                 change()
             return true()

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from cluster.batch import Mode
+from cluster.batch import SamplingMode
 from cluster.distributed.mesh import Axis
-from cluster.dp_attention.plan import Call, StepPlan
+from cluster.dp_attention.plan import ScriptCall, StepPlan
 from cluster.dp_attention.sizes import Buckets
-from cluster.engine.assembler import Inputs
+from cluster.engine.assembler import ProgramInputs
 from cluster.engine.programs import Program
 from cluster.spec.result import StepOutput
 from tests.ranks.harm import Harm, Plant, planned, set_before
@@ -37,7 +37,7 @@ def lacks_a_program(harm: Harm) -> None:
 def a_program_more(harm: Harm) -> None:
     programs = harm.lockstep.programs
     key, program = next(iter(programs.captured.items()))
-    programs.add(key._replace(mode=key.mode + Mode.LOGPROBS), program)
+    programs.add(key._replace(mode=key.mode + SamplingMode.LOGPROBS), program)
 
 
 def not_entered(harm: Harm) -> None:
@@ -53,14 +53,14 @@ def not_entered(harm: Harm) -> None:
     harm.put(Axis, "gather", gather)
 
 
-def replayed(change: Callable[[tuple[Call, ...]], tuple[Call, ...]]) -> Plant:
+def replayed(change: Callable[[tuple[ScriptCall, ...]], tuple[ScriptCall, ...]]) -> Plant:
     """Replays what was captured for another script."""
 
     def plant(harm: Harm) -> None:
         programs = harm.lockstep.programs
         true = programs._replayed
 
-        def wrong(program: Program, inputs: Inputs) -> StepOutput:
+        def wrong(program: Program, inputs: ProgramInputs) -> StepOutput:
             if harm.due(harm.exchange._step):
                 program = replace(program, calls=change(program.calls))
             return true(program, inputs)
@@ -70,7 +70,7 @@ def replayed(change: Callable[[tuple[Call, ...]], tuple[Call, ...]]) -> Plant:
     return plant
 
 
-def other_rows(calls: tuple[Call, ...]) -> tuple[Call, ...]:
+def other_rows(calls: tuple[ScriptCall, ...]) -> tuple[ScriptCall, ...]:
     middle = len(calls) // 2
     other = calls[middle]._replace(rows=tuple(count + 1 for count in calls[middle].rows))
     return (*calls[:middle], other, *calls[middle + 1 :])

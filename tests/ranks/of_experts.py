@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from cluster.distributed.mesh import Axis
-from cluster.dp_attention.all2all import Journey
+from cluster.dp_attention.all2all import AllToAll
 from tests.ranks.harm import Harm, Plant, instead, planned, set_before, twice
 
 
@@ -29,9 +29,9 @@ def skip(op: str, phase: str) -> Plant:
 def told(change: Callable[[tuple[int, ...]], tuple[int, ...]], more: int = 0) -> Callable[..., Any]:
     """A journey with other counts, of so many rows `more`."""
 
-    def wrong(true: Callable[..., Any], journey: Journey) -> Any:
-        other = copy(journey)
-        other.counts, other.carried = change(journey.counts), journey.carried + more
+    def wrong(true: Callable[..., Any], all2all: AllToAll) -> Any:
+        other = copy(all2all)
+        other.counts, other.carried = change(all2all.counts), all2all.carried + more
         return true(other)
 
     return wrong
@@ -44,9 +44,9 @@ def shifted(counts: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(moved)
 
 
-def sent_elsewhere(true: Callable[..., Any], rows: Tensor, table: Any, journey: Journey) -> Any:
-    other = copy(journey)
-    other.counts = shifted(journey.counts)
+def sent_elsewhere(true: Callable[..., Any], rows: Tensor, table: Any, all2all: AllToAll) -> Any:
+    other = copy(all2all)
+    other.counts = shifted(all2all.counts)
     return true(rows, table, other)
 
 

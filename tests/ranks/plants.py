@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cluster.batch import Batch, Mode
+from cluster.batch import Batch, SamplingMode
 from cluster.config.tree_shape import TreeShape
 from cluster.distributed.mesh import Axis
-from cluster.dp_attention.plan import Facts, StepPlan
+from cluster.dp_attention.plan import RankFacts, StepPlan
 from cluster.dp_attention.sizes import Sizes, most
 from cluster.engine import Rank, lockstep
 from cluster.spec.inputs import EagleDraftInput
@@ -131,7 +131,7 @@ def stale_plan(harm: Harm) -> None:
     """Runs the plan of the step before, once it is another one."""
     true, last = harm.coordinator.agree, []
 
-    def agree(facts: Facts) -> StepPlan:
+    def agree(facts: RankFacts) -> StepPlan:
         plan = true(facts)
         changed = last and last[0].decodes != plan.decodes and not plan.quiet
         if changed and harm.due(plan.step):
@@ -145,7 +145,7 @@ def stale_plan(harm: Harm) -> None:
 def agrees_twice(harm: Harm) -> None:
     true = harm.coordinator.agree
 
-    def agree(facts: Facts) -> StepPlan:
+    def agree(facts: RankFacts) -> StepPlan:
         plan = true(facts)
         return true(harm.coordinator.header()) if harm.due(plan.step) else plan
 
@@ -251,7 +251,7 @@ def without(name: str) -> Plant:
 
     def wrong(true: Callable[..., Any], batch: Batch, shape: TreeShape) -> Any:
         if name == "logprobs":
-            return true(replace(batch, mode=batch.mode & ~Mode.LOGPROBS), shape)
+            return true(replace(batch, mode=batch.mode & ~SamplingMode.LOGPROBS), shape)
         return true(replace(batch, sampling=replace(batch.sampling, **{name: False})), shape)
 
     return ran(wrong)
@@ -264,7 +264,7 @@ def other_padded(plan: StepPlan) -> StepPlan:
 
 
 def other_mode(plan: StepPlan) -> StepPlan:
-    return plan._replace(mode=plan.mode ^ Mode.NOISY)
+    return plan._replace(mode=plan.mode ^ SamplingMode.NOISY)
 
 
 def breaks(*_: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.bench.ranks import Case, Job, RankProcesses
+from cluster.bench.ranks import Case, RankProcesses, RankRequest
 from tests.tiny import draft_folder, target_folder
 
 
@@ -16,11 +16,11 @@ def test_ranks_run_a_case_to_its_end(world: int) -> None:
         "tp_size": world, "attn_dp_size": world,
     }  # fmt: skip
     jobs = [
-        Job("a", 0, [3, 4, 5], 6, again=True),
-        Job("b", world - 1, [6, 7], 9),
-        Job("long", world - 1, list(range(1, 60)), 30, alone=world > 1),
-        Job("after", world - 1, [8, 9], 50),
-        Job("last", world - 1, [8, 9], 5, after="b"),
+        RankRequest("a", 0, [3, 4, 5], 6, again=True),
+        RankRequest("b", world - 1, [6, 7], 9),
+        RankRequest("long", world - 1, list(range(1, 60)), 30, alone=world > 1),
+        RankRequest("after", world - 1, [8, 9], 50),
+        RankRequest("last", world - 1, [8, 9], 5, after="b"),
     ]
     with RankProcesses(world) as ranks:
         lives = ranks.run(Case(settings, jobs, until="long"))

@@ -8,7 +8,7 @@ import pytest
 
 from cluster.config import EngineConfig
 from cluster.engine import build_engine
-from cluster.request import Request, SamplingParams
+from cluster.request import Request, RequestParams
 from tests.parity.harness import tiny_pair
 from tests.ranks.gang import Action, Answer, Case, Dead, Lost, Ranks
 from tests.ranks.test_parity import config
@@ -60,7 +60,7 @@ def alone(name: str, sent: list[int]) -> list[int]:
     engine = build_engine(EngineConfig.from_kwargs(config(tiny_pair()[0], None)))
     fields = asked(name)
     prompt = (*fields["prompt_token_ids"], *sent)
-    engine.submit(Request(name, prompt, SamplingParams(**fields["params"]), resumed_tokens=len(sent)))
+    engine.submit(Request(name, prompt, RequestParams(**fields["params"]), resumed_tokens=len(sent)))
     tokens: list[int] = []
     while engine.has_work:
         tokens += [token for output in engine.step().outputs for token in output.token_ids]

@@ -19,7 +19,7 @@ from cluster.config import ConfigError, EngineConfig
 from cluster.distributed.mesh import Axis, GangError, Rendezvous, Store
 from cluster.engine import Engine, Rank, build_rank
 from cluster.engine.scheduler import Schedule
-from cluster.request import Adjustments, Request, SamplingParams, TokenLogprob
+from cluster.request import LogitAdjustments, Request, RequestParams, TokenLogprob
 from cluster.spec import tree
 from cluster.spec.tree import DraftTree
 from tests.backend import force
@@ -246,18 +246,18 @@ def _do(engine: Rank, action: dict[str, Any]) -> None:
     if action["kind"] == "abort":
         engine.abort(fields["request_id"])  # type: ignore[attr-defined]
         return
-    params = SamplingParams(**fields["params"] | {"adjustments": _adjustments(fields["params"])})
+    params = RequestParams(**fields["params"] | {"adjustments": _adjustments(fields["params"])})
     engine.submit(Request(fields["request_id"], tuple(fields["prompt_token_ids"]), params))  # type: ignore[attr-defined]
 
 
-def _adjustments(params: dict[str, Any]) -> Adjustments | None:
+def _adjustments(params: dict[str, Any]) -> LogitAdjustments | None:
     """Those in JSON, whose lists were tuples."""
 
     def tupled(value: Any) -> Any:
         return tuple(map(tupled, value)) if isinstance(value, list) else value
 
     given = params.get("adjustments")
-    return None if given is None else Adjustments(**{name: tupled(value) for name, value in given.items()})
+    return None if given is None else LogitAdjustments(**{name: tupled(value) for name, value in given.items()})
 
 
 if __name__ == "__main__":

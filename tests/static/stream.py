@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from cluster.batch import Mode, Order
+from cluster.batch import SamplingMode, StepInput
 from cluster.capture import recorder
 from cluster.capture.cuda_graph import Graph
 from cluster.capture.recorder import recorded_by
@@ -246,13 +246,13 @@ class OnStream:
 
     def __init__(self, programs: Programs, stream: Stream) -> None:
         self._programs, self._stream = programs, stream
-        self.modes: list[tuple[Mode, bool]] = []
+        self.modes: list[tuple[SamplingMode, bool]] = []
         """Of each step its mode, and whether it was replayed."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._programs, name)
 
-    def run(self, order: Order, plan: StepPlan, shape: TreeShape) -> Results:
+    def run(self, order: StepInput, plan: StepPlan, shape: TreeShape) -> Results:
         stream = self._stream
         self.modes.append((plan.mode, plan.captured and plan.key in self._programs.captured))
         stream.step()
@@ -262,7 +262,7 @@ class OnStream:
                 results = self._programs.run(order, plan, shape)
         finally:
             stream.inside = False
-        if Mode.CONSTRAINED not in plan.mode:
+        if SamplingMode.CONSTRAINED not in plan.mode:
             assert stream.waits == waited, "the host waits in a step without a grammar"
         return results
 

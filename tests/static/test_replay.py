@@ -13,9 +13,9 @@ from torch import Tensor
 from cluster.capture.tape import Tape
 from cluster.config import EngineConfig
 from cluster.engine import Engine, build_engine
-from cluster.engine.assembler import Inputs
+from cluster.engine.assembler import ProgramInputs
 from cluster.engine.programs import TAPES, Program
-from cluster.request import Adjustments, Request, SamplingParams, TokenLogprob
+from cluster.request import LogitAdjustments, Request, RequestParams, TokenLogprob
 from cluster.spec.result import StepOutput
 from tests.parity.harness import SAMPLING, VOCAB, config_of, tiny_pair
 from tests.parity.pairs import algorithm_of, diagonal, draft_of
@@ -23,11 +23,11 @@ from tests.parity.poison import memory_of
 from tests.tiny import draft_folder, target_folder
 from tests.unit.models.draft_cases import LISTS
 
-ADJUSTED = Adjustments(0.4, 0.3, 1.2, ((3, 1.0), (1, -100.0)), min_tokens=9)
+ADJUSTED = LogitAdjustments(0.4, 0.3, 1.2, ((3, 1.0), (1, -100.0)), min_tokens=9)
 PARAMS = {
     **SAMPLING,
-    "log-probabilities": SamplingParams(temperature=0.8, logprobs=3),
-    "adjusted": SamplingParams(temperature=0.8, adjustments=ADJUSTED),
+    "log-probabilities": RequestParams(temperature=0.8, logprobs=3),
+    "adjusted": RequestParams(temperature=0.8, adjustments=ADJUSTED),
 }
 POISONS = (math.nan, math.inf)
 SIZES = (1, 2, 4, 8, 16)
@@ -57,7 +57,7 @@ class Compared:
         self._shapes = {shape.num_steps: shape for shape in engine._p.lockstep.shapes}
         monkeypatch.setattr(programs, "_replayed", self.replayed)
 
-    def replayed(self, program: Program, inputs: Inputs) -> StepOutput:
+    def replayed(self, program: Program, inputs: ProgramInputs) -> StepOutput:
         tape: Any = program.captured
         before = self._copied()
         shape = self._shapes[next(key for key, one in self._programs.captured.items() if one is program)[0]]
@@ -89,7 +89,7 @@ def same(one: Tensor, other: Tensor) -> bool:
     return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
-def texts(engine: Engine, params: SamplingParams) -> dict[str, list[Any]]:
+def texts(engine: Engine, params: RequestParams) -> dict[str, list[Any]]:
     """What requests get that come and go: rows, pages and lengths change, and shapes recur."""
     given: dict[str, list[Any]] = {}
     for number in range(4):
@@ -105,7 +105,7 @@ def texts(engine: Engine, params: SamplingParams) -> dict[str, list[Any]]:
 
 
 def check(
-    monkeypatch: pytest.MonkeyPatch, config: EngineConfig, params: SamplingParams, sizes: tuple[int, ...] | None = None
+    monkeypatch: pytest.MonkeyPatch, config: EngineConfig, params: RequestParams, sizes: tuple[int, ...] | None = None
 ) -> Counter[int]:
     """The texts with captured programs are those without; returns how often each program was replayed."""
     plain = texts(build_engine(config), params)
@@ -188,7 +188,7 @@ def test_decoding_is_captured_before_the_first_request(monkeypatch: pytest.Monke
     assert info is not None and info.sizes == (1, 2, 4, 8) and info.seconds > 0
     assert info.programs == len(programs.captured) >= 18 and info.mb > 0
     compared = Compared(monkeypatch, engine)
-    engine.submit(Request("first", (5, 6, 7), SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)))
+    engine.submit(Request("first", (5, 6, 7), RequestParams(temperature=0.0, max_tokens=9, ignore_eos=True)))
     while engine.has_work:
         engine.step()
     assert compared.replays.total() >= 3, "steps of decoding, from the first on"
@@ -210,7 +210,7 @@ def test_an_end_of_a_prompt_that_is_not_finite_spoils_nobody(sampling: str) -> N
     assert texts_of(engine, sound, params) == alone, "nothing is left behind"
 
 
-def texts_of(engine: Engine, prompts: dict[str, tuple[int, ...]], params: SamplingParams) -> dict[str, list[int]]:
+def texts_of(engine: Engine, prompts: dict[str, tuple[int, ...]], params: RequestParams) -> dict[str, list[int]]:
     """The tokens of requests that run together."""
     given: dict[str, list[int]] = {name: [] for name in prompts}
     for name, prompt in prompts.items():
@@ -228,7 +228,7 @@ def test_steps_with_prompt_rows_are_replayed_too(monkeypatch: pytest.MonkeyPatch
     engine = build_engine(config.model_copy(update={"capture": "on"}))
     compared, seen = Compared(monkeypatch, engine), []
     for number in range(5):
-        engine.submit(Request(f"{number}", tuple(range(2, 13)), SamplingParams(temperature=0.0, max_tokens=6)))
+        engine.submit(Request(f"{number}", tuple(range(2, 13)), RequestParams(temperature=0.0, max_tokens=6)))
         while engine.has_work:
             rows = engine.step().stats.prompt_rows
             seen.append((rows, sum(compared.replays.values())))

@@ -12,7 +12,17 @@ from torch._subclasses.fake_tensor import (
     FakeTensorDeviceMismatchError,
 )
 
-from cluster.batch import Adjusting, Batch, Decode, Mode, Order, PageCopy, PageWrite, PromptChunk, Sampling
+from cluster.batch import (
+    Batch,
+    DecodeRequest,
+    PageCopy,
+    PageWrite,
+    PromptChunk,
+    RowPenalties,
+    RowSampling,
+    SamplingMode,
+    StepInput,
+)
 from cluster.config.tree_shape import TreeShape, tiers
 from cluster.engine import Engine, build_engine
 from cluster.spec.result import StepOutput
@@ -23,23 +33,23 @@ from tests.parity.pairs import DRAFTS, Pair, algorithm_of, all_pairs, diagonal, 
 from tests.static.sim import NAME, simulated
 
 MODES = (
-    Mode(0),
-    Mode.NOISY,
-    Mode.NOISY | Mode.FILTERED,
-    Mode.NOISY | Mode.LOGPROBS | Mode.TREES,
-    Mode.PROMPT_LOGPROBS,
-    Mode.ADJUSTED,
-    Mode.NOISY | Mode.FILTERED | Mode.ADJUSTED | Mode.WORDS,
+    SamplingMode(0),
+    SamplingMode.NOISY,
+    SamplingMode.NOISY | SamplingMode.FILTERED,
+    SamplingMode.NOISY | SamplingMode.LOGPROBS | SamplingMode.TREES,
+    SamplingMode.PROMPT_LOGPROBS,
+    SamplingMode.ADJUSTED,
+    SamplingMode.NOISY | SamplingMode.FILTERED | SamplingMode.ADJUSTED | SamplingMode.WORDS,
 )
 PROMPTS = (PromptChunk(3, 0, 2, True, (5, 6)), PromptChunk(4, 4, 11, False, tuple(range(2, 10))))
 CHANGES = {
     "lens": ((0, 7), (1, 9)),
-    "samplings": (Sampling(0, 0.8, 5, 0.9, 0.0, 3),),
+    "samplings": (RowSampling(0, 0.8, 5, 0.9, 0.0, 3),),
     "writes": (PageWrite(2, -1, 0), PageWrite(0, 0, 3), PageWrite(1, 0, 4)),
     "copies": (PageCopy(3, 5, 2),),
 }
-ADJUSTING = Adjusting(0, 0.5, 0.5, 1.2, 3, 2, (3, 4, 5), (1,), ((2, 1.0),), (1, 2, 3), ((3, 4), (2,)))
-DECODES = (Decode(0, 7), Decode(1, 9), Decode(2, 0))
+ADJUSTING = RowPenalties(0, 0.5, 0.5, 1.2, 3, 2, (3, 4, 5), (1,), ((2, 1.0),), (1, 2, 3), ((3, 4), (2,)))
+DECODES = (DecodeRequest(0, 7), DecodeRequest(1, 9), DecodeRequest(2, 0))
 
 
 def engine_of(pair: Pair, topk: int) -> Engine:
@@ -52,7 +62,7 @@ WAYS = list(product(range(4), MODES, (False, True)))
 """Of a step: its tier, its sampling mode, and whether prompt rows are beside."""
 
 
-def check(pair: Pair, topk: int, ways: Iterable[tuple[int, Mode, bool]]) -> None:
+def check(pair: Pair, topk: int, ways: Iterable[tuple[int, SamplingMode, bool]]) -> None:
     """Run a step in each of these ways, as a chain or a tree."""
     engine = engine_of(pair, topk)
     programs, shapes = engine._p.lockstep.programs, tiers(engine._p.shape)
@@ -60,18 +70,18 @@ def check(pair: Pair, topk: int, ways: Iterable[tuple[int, Mode, bool]]) -> None
     with simulated(engine):
         for tier, mode, prompts in ways:
             shape, chunks = shapes[tier], PROMPTS if prompts else ()
-            adjustings = (ADJUSTING,) if Mode.ADJUSTED in mode else ()
-            if Mode.PROMPT_LOGPROBS in mode:
+            adjustings = (ADJUSTING,) if SamplingMode.ADJUSTED in mode else ()
+            if SamplingMode.PROMPT_LOGPROBS in mode:
                 chunks = tuple(chunk._replace(scored=chunk.stop - chunk.start - chunk.final) for chunk in chunks)
-            order = Order(decodes=DECODES, chunks=chunks, adjustings=adjustings, **CHANGES, mode=mode)
+            order = StepInput(decodes=DECODES, chunks=chunks, adjustings=adjustings, **CHANGES, mode=mode)
             output = programs._run(programs.assembler.send(order, shape.forced), shape)
             finals, rows = sum(chunk.final for chunk in chunks), sum(chunk.stop - chunk.start for chunk in chunks)
             assert output.packed.shape == (len(DECODES) * (shape.num_steps + 3) + finals + rows,)
             assert output.packed.device == torch.device(NAME, 0)
-            assert (output.scores is not None) == (Mode.PROMPT_LOGPROBS in mode)
+            assert (output.scores is not None) == (SamplingMode.PROMPT_LOGPROBS in mode)
             if output.scores is not None:
                 assert output.scores.ranks.shape == (sum(chunk.scored for chunk in chunks),)
-            assert (output.trees is not None) == (Mode.TREES in mode)
+            assert (output.trees is not None) == (SamplingMode.TREES in mode)
 
 
 FEW = range(0, len(diagonal()), 5)
@@ -107,7 +117,7 @@ def test_what_asks_or_comes_from_elsewhere_is_caught(
     monkeypatch.setattr(Step, "run", asking)
     with simulated(engine), pytest.raises(error):
         programs = engine._p.lockstep.programs
-        programs._run(programs.assembler.send(Order(decodes=DECODES), 0), engine._p.shape)
+        programs._run(programs.assembler.send(StepInput(decodes=DECODES), 0), engine._p.shape)
 
 
 PARTS = 8

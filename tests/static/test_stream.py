@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.batch import Mode
+from cluster.batch import SamplingMode
 from cluster.capture.recorder import hosted, native, recorded_by
 from cluster.config import EngineConfig
 from cluster.dp_attention.sizes import Buckets
 from cluster.engine import Engine, build_engine
-from cluster.engine.assembler import Inputs
+from cluster.engine.assembler import ProgramInputs
 from cluster.engine.programs import Program, Programs
-from cluster.request import Adjustments, Request
+from cluster.request import LogitAdjustments, Request
 from cluster.sampling.token_bitmask import barred
 from cluster.spec import result
 from cluster.spec.result import StepOutput
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(
     os.environ.get("BACKEND") == "torch", reason="on a GPU steps whose attention is torch's are not captured"
 )
 SHAPES = {"plain": (0, 0), "chain": (1, 3), "tree": (3, 3)}
-BANS = Adjustments(repetition_penalty=1.3, frequency_penalty=0.4, bias=((4, -100.0), (9, 3.0)), min_tokens=4)
+BANS = LogitAdjustments(repetition_penalty=1.3, frequency_penalty=0.4, bias=((4, -100.0), (9, 3.0)), min_tokens=4)
 KINDS = ("free", "grammar", "penalties", "log-probabilities")
 
 
@@ -62,7 +62,7 @@ def config(target: str, draft: str | None, shape: str, **settings: object) -> En
     return config_of(target, draft if topk else None, max(1, topk), steps, **given)
 
 
-def steps_of(engine: Engine) -> list[tuple[Mode, bool]]:
+def steps_of(engine: Engine) -> list[tuple[SamplingMode, bool]]:
     programs: Any = engine._p.lockstep.programs
     assert isinstance(programs, OnStream)
     return programs.modes
@@ -107,7 +107,9 @@ def test_tokens_are_those_of_plain_decoding(kind: str, shape: str, sampling: str
     segments = [len(program.captured) for program in engine._p.lockstep.programs.captured.values()]  # type: ignore[arg-type]
     assert sum(again for _, again in steps) > 3
     if kind == "grammar":
-        assert any(again and Mode.CONSTRAINED in mode for mode, again in steps), "none with a grammar was replayed"
+        assert any(again and SamplingMode.CONSTRAINED in mode for mode, again in steps), (
+            "none with a grammar was replayed"
+        )
         assert max(segments) > 3 and stream.waits > 0
     else:
         assert set(segments) == {1} and not stream.waits, "without a grammar a step is one graph, and nobody waits"
@@ -250,7 +252,7 @@ def test_inputs_that_are_not_brought_to_their_place_are_noticed(monkeypatch: pyt
     alone(tiny_pair()[0], "free", "0.8")
     true = Programs._replayed
 
-    def elsewhere(self: Programs, program: Program, inputs: Inputs) -> StepOutput:
+    def elsewhere(self: Programs, program: Program, inputs: ProgramInputs) -> StepOutput:
         return true(self, program, replace(inputs, sent=program.inputs.sent))
 
     monkeypatch.setattr(Programs, "_replayed", elsewhere)

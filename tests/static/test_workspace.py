@@ -19,7 +19,7 @@ from cluster.engine.workspace import beside, measured_needs, needs_of, rehearsed
 from cluster.kv import pool
 from cluster.kv.budget import Needs
 from cluster.kv.device_memory import DeviceMemory
-from cluster.request import Adjustments, Request, SamplingParams
+from cluster.request import LogitAdjustments, Request, RequestParams
 from tests.device_memory import DeviceMemoryError, SimulatedMemory
 from tests.parity.harness import VOCAB, tiny_pair
 
@@ -80,7 +80,7 @@ def crowd(count: int) -> list[Request]:
     draw, requests = random.Random(5), []
     for index in range(count):
         prompt = tuple(draw.randrange(3, VOCAB) for _ in range(draw.choice([1, 20, 45, CONTEXT - NEW])))
-        params = SamplingParams(
+        params = RequestParams(
             temperature=draw.choice([0.0, 1.0]),
             top_p=draw.choice([1.0, 0.9]),
             seed=index,
@@ -88,7 +88,7 @@ def crowd(count: int) -> list[Request]:
             ignore_eos=True,
             logprobs=draw.choice([None, 20]),
             prompt_logprobs=draw.choice([None, None, 5]),
-            adjustments=draw.choice([None, Adjustments(presence_penalty=0.5)]),
+            adjustments=draw.choice([None, LogitAdjustments(presence_penalty=0.5)]),
         )
         requests.append(Request(f"r{index}", prompt, params))
     return requests
@@ -138,7 +138,7 @@ def test_what_leaves_no_memory_says_what_to_lower_and_to_what() -> None:
     fewer = int(re.search(r"max_running_requests \(now 32\) to (\d+)", words)[1])  # type: ignore[index]
     assert 1 <= fewer < 32
     engine, memory = started(total, max_running_requests=fewer, chunked_prefill_size=128)
-    assert serve(engine, memory, [Request("one", (3, 4), SamplingParams(max_tokens=3, seed=1))]) == 3
+    assert serve(engine, memory, [Request("one", (3, 4), RequestParams(max_tokens=3, seed=1))]) == 3
 
 
 @pytest.mark.slow

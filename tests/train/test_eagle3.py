@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional
 
-from cluster.train.eagle3 import DraftShape, Eagle3Draft, save_draft
+from cluster.train.eagle3 import DraftShape, Eagle3TrainingDraft, save_draft
 
 SHAPE = DraftShape(
     vocab_size=40,
@@ -23,9 +23,9 @@ SHAPE = DraftShape(
 )
 
 
-def random_draft(shape: DraftShape = SHAPE) -> Eagle3Draft:
+def random_draft(shape: DraftShape = SHAPE) -> Eagle3TrainingDraft:
     torch.manual_seed(3)
-    draft = Eagle3Draft(shape)
+    draft = Eagle3TrainingDraft(shape)
     draft.set_vocabulary(torch.randperm(shape.vocab_size)[: shape.draft_vocab_size])
     with torch.no_grad():
         for parameter in draft.parameters():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from cluster.train.loop import Run, ThreadChoice, train_for
+from cluster.train.loop import ThreadChoice, TrainingRun, train_for
 from cluster.train.optimizer import Optimizers, clock_factor, orthogonalize
 
 
@@ -48,7 +48,7 @@ def test_a_finished_run_resumes_to_the_same_weights(tmp_path: Path) -> None:
         optimizers = Optimizers([module.weight], [module.bias], matrix_lr=0.02, other_lr=0.01)
         x = torch.eye(4)
         steps, _ = train_for(
-            Run("linear", tmp_path / "linear.pt", minutes=0.003),
+            TrainingRun("linear", tmp_path / "linear.pt", minutes=0.003),
             module,
             optimizers,
             lambda _: (module(x) - 1).pow(2).mean(),
@@ -73,7 +73,7 @@ def test_a_run_by_steps_takes_them_whatever_the_clock_says(tmp_path: Path) -> No
         return module.weight.sum()
 
     def train(steps: int) -> int:
-        run = Run("linear", tmp_path / "linear.pt", steps=steps)
+        run = TrainingRun("linear", tmp_path / "linear.pt", steps=steps)
         return train_for(run, module, optimizers, loss_at, str)[0]
 
     assert train(10) == 10

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.bench.pair import PLAIN, Pair, Shape
+from cluster.bench.pair import PLAIN, Pair, TreeChoice
 from cluster.bench.runs import params_of, run_together
 from cluster.engine import build_engine
 from cluster.train.draft import DraftRecipe
 from cluster.train.eagle3 import DraftShape
 from cluster.train.mtp import MtpDraft, MtpShape, save_mtp
 from cluster.train.optimizer import Optimizers
-from cluster.train.runners import MtpRecipe, Text, mtp_loss
+from cluster.train.runners import MtpRecipe, MtpText, mtp_loss
 from cluster.train.samples import continue_rows
 from cluster.train.target import load_target, split_parameters
 from tests.parity.reference import target_reference
@@ -80,7 +80,7 @@ def test_training_learns_and_the_engine_serves_it(count: int, tmp_path: Path) ->
     prompts = torch.randint(2, 64, (8, 6), generator=generator)
     ids = continue_rows(target, prompts, 42, torch.tensor([0.0, 0.8] * 4), seed=3)
     with torch.no_grad():
-        text = Text(ids, target.model(input_ids=ids, use_cache=False).last_hidden_state)
+        text = MtpText(ids, target.model(input_ids=ids, use_cache=False).last_hidden_state)
     recipe = MtpRecipe(layers=count, levels=LEVELS, draft=DraftRecipe(shape=SHAPE))
     torch.manual_seed(1)
     draft = MtpDraft(MtpShape(SHAPE, count, 4), target)
@@ -94,7 +94,7 @@ def test_training_learns_and_the_engine_serves_it(count: int, tmp_path: Path) ->
     assert losses[-1] < 0.7 * losses[0]
     save_mtp(draft, tmp_path)
     pair = Pair(folder, str(tmp_path), "float64", 1)
-    engines = [build_engine(pair.config(shape, 4)) for shape in (PLAIN, Shape(LEVELS))]
+    engines = [build_engine(pair.config(shape, 4)) for shape in (PLAIN, TreeChoice(LEVELS))]
     for temperature in (0.0, 0.8):
         params = [params_of(24, temperature, seed) for seed in range(4)]
         plain, drafted = (run_together(engine, prompts[:4].tolist(), params) for engine in engines)

@@ -11,7 +11,7 @@ from cluster.arch.cell import CodedCell
 from cluster.attention.ancestor_bits import line_bits
 from cluster.attention.flashinfer.plans import LISTING
 from cluster.attention.triton_backend import Before, TritonAttention
-from cluster.batch import SamplingBatch, Seen, Text, Tree
+from cluster.batch import AttentionMetadata, PromptRows, SamplingBatch, TreeRows
 from cluster.kernels.attend import gpu
 from cluster.kernels.interface import Activation, Angles, HeadNorms
 from cluster.kernels.launch import launch
@@ -20,8 +20,8 @@ from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
 from cluster.kv.triton_pool import TritonPool
 from cluster.sampling.noise import Noise
-from cluster.sampling.sampling_inputs import Draw
-from cluster.sampling.triton_sampler import TritonChooser, least_kept
+from cluster.sampling.sampling_inputs import SamplingInputs
+from cluster.sampling.triton_sampler import TritonSampler, least_kept
 from cluster.spec.triton_tree import TritonGrowth, accept
 from tests.triton.compiling import Started, watching
 
@@ -32,11 +32,13 @@ class Window(TritonAttention):
     """What is left of a tree where FlashInfer attends its committed tokens, and of a text's sinks."""
 
     def _attend_tree(
-        self, given: tuple[Tensor | None, ...], tree: Tree, first: int, window: int, before: Before | None = None
+        self, given: tuple[Tensor | None, ...], tree: TreeRows, first: int, window: int, before: Before | None = None
     ) -> None:
         super()._attend_tree(given, tree, first, window, self._before(given, tree.lens.to(torch.int32)))
 
-    def _attend_text(self, given: tuple[Tensor | None, ...], text: Text, after: int, first: int, window: int) -> None:
+    def _attend_text(
+        self, given: tuple[Tensor | None, ...], text: PromptRows, after: int, first: int, window: int
+    ) -> None:
         _, _, _, bad, sinks, out = given
         assert bad is not None and out is not None
         self._join(None, 0, bad, sinks, self._before(given, None), out)
@@ -97,7 +99,7 @@ def started(shape: Shape, dtype: torch.dtype) -> Iterator[tuple[str, Started]]:
     for name, (requests, each) in TREES.items():
         width = each + 4
         rows = torch.arange(requests)
-        tree = Tree(rows, torch.full((requests,), 9), line_bits(each, width, CPU).expand(requests, -1, -1), width)
+        tree = TreeRows(rows, torch.full((requests,), 9), line_bits(each, width, CPU).expand(requests, -1, -1), width)
         with watching() as seen:
             _attend(shape, dtype, requests * each, tree, None)
             if shape.window is None and not shape.fp8:
@@ -105,7 +107,7 @@ def started(shape: Shape, dtype: torch.dtype) -> Iterator[tuple[str, Started]]:
         yield from (
             (f"{one.program.__name__}, {name}", one) for one in seen if not one.program.__name__.startswith("store")
         )
-    text = Text(torch.arange(2), torch.zeros(2, dtype=torch.int64), torch.tensor([0, 100, 512]))
+    text = PromptRows(torch.arange(2), torch.zeros(2, dtype=torch.int64), torch.tensor([0, 100, 512]))
     with watching() as seen:
         _attend(shape, dtype, 512, None, text)
         if not shape.fp8:
@@ -124,18 +126,18 @@ def chosen() -> Iterator[tuple[str, Started]]:
     whole = torch.zeros(rows, dtype=torch.int64)
     sampling = SamplingBatch(*numbers, whole, *numbers, whole, noisy=True, filtered=False)
     logits = torch.zeros(rows, vocab, dtype=torch.bfloat16)
-    for name, draw in (("greedy", Draw(1, sampling, None)), ("sampled", Draw(1, sampling, noise))):
+    for name, draw in (("greedy", SamplingInputs(1, sampling, None)), ("sampled", SamplingInputs(1, sampling, noise))):
         with watching() as seen:
-            TritonChooser().best(logits, [draw], torch.zeros(rows, 1) if draw.noise else None)
-            TritonChooser().likeliest(logits, [draw], None, 8)
+            TritonSampler().best(logits, [draw], torch.zeros(rows, 1) if draw.noise else None)
+            TritonSampler().likeliest(logits, [draw], None, 8)
         yield from ((f"{one.program.__name__}, {name}", one) for one in seen)
     filtered = replace(sampling, filtered=True)
     for dtype in (torch.bfloat16, torch.float32):
         with watching() as seen:
-            least_kept(logits.to(dtype), Draw(1, filtered, noise))
+            least_kept(logits.to(dtype), SamplingInputs(1, filtered, noise))
         yield from ((f"{one.program.__name__}, {dtype}", one) for one in seen)
     with watching() as seen:
-        TritonChooser().noise(whole, whole, 7, noise.hashes, torch.bfloat16)
+        TritonSampler().noise(whole, whole, 7, noise.hashes, torch.bfloat16)
     yield from ((one.program.__name__, one) for one in seen)
     for name, coded in (("move", None), ("move, FP8", CodedCell((2, 8, 128)))):
         pool = TritonPool(2, 64, (2, 8, 128), torch.bfloat16, CPU, coded)
@@ -174,8 +176,8 @@ def _attend(
     shape: Shape,
     dtype: torch.dtype,
     rows: int,
-    tree: Tree | None,
-    text: Text | None,
+    tree: TreeRows | None,
+    text: PromptRows | None,
     made: type[TritonAttention] = TritonAttention,
 ) -> None:
     table, cell = PageTable(64, 4096, 16, CPU), (2, shape.kv_heads, shape.size)
@@ -183,7 +185,7 @@ def _attend(
     pool = KVPool(1, 32, cell, dtype, CPU, CodedCell(cell, shape.value) if shape.fp8 else None)
     backend = made(pool, table, shape.heads, (shape.window,), None, shape.value)
     backend._processors = 132
-    backend.bind(Seen(torch.zeros(rows, dtype=torch.int64), tree, text))
+    backend.bind(AttentionMetadata(torch.zeros(rows, dtype=torch.int64), tree, text))
     kv = torch.zeros(rows, *cell, dtype=dtype)
     sinks = torch.zeros(shape.heads, dtype=dtype) if shape.sinks else None
     backend(0, torch.zeros(rows, shape.heads, shape.size, dtype=dtype), kv, sinks)

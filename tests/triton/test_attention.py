@@ -7,7 +7,7 @@ import torch
 
 from cluster.attention.ancestor_bits import line_bits
 from cluster.attention.triton_backend import TritonAttention
-from cluster.batch import Seen, Text, Tree
+from cluster.batch import AttentionMetadata, PromptRows, TreeRows
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
 from tests.unit.attention.dense import Case
@@ -90,7 +90,9 @@ def test_rows_that_no_text_has_are_zeros() -> None:
     """A plan may have more rows than the chunks of a rank."""
     table, attention = one_head()
     row, start = torch.tensor([0]), torch.tensor([0])
-    attention.bind(Seen(table.slots(row, torch.arange(5)), None, Text(row, start, torch.tensor([0, 3]))))
+    attention.bind(
+        AttentionMetadata(table.slots(row, torch.arange(5)), None, PromptRows(row, start, torch.tensor([0, 3])))
+    )
     out = attention(0, torch.ones(5, 4, 24), torch.ones(5, 2, 2, 24))
     assert torch.allclose(out[:3], torch.ones(()))
     assert not out[3:].any()
@@ -99,6 +101,6 @@ def test_rows_that_no_text_has_are_zeros() -> None:
 def test_cells_of_another_width_are_refused() -> None:
     table, attention = one_head()
     row, lens = torch.tensor([0]), torch.tensor([0])
-    attention.bind(Seen(table.slots(row, torch.arange(1)), Tree(row, lens, line_bits(1, 1, CPU), 1)))
+    attention.bind(AttentionMetadata(table.slots(row, torch.arange(1)), TreeRows(row, lens, line_bits(1, 1, CPU), 1)))
     with pytest.raises(ValueError, match="for a pool"):
         attention(0, torch.ones(1, 4, 24), torch.ones(1, 2, 2, 25))

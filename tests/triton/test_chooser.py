@@ -7,15 +7,15 @@ import torch
 
 from cluster.sampling import filters
 from cluster.sampling.noise import at_least_float32, vocabulary_hashes
-from cluster.sampling.sampling_inputs import Draw
+from cluster.sampling.sampling_inputs import SamplingInputs
 from cluster.sampling.torch_sampler import TORCH
-from cluster.sampling.triton_sampler import TritonChooser, least_kept
+from cluster.sampling.triton_sampler import TritonSampler, least_kept
 from cluster.spec.tree import FLOOR
 from tests.unit.sampling.test_c_sampler import DTYPES, draw_of, logits_of, unfiltered
 from tests.unit.sampling.test_sampler import mixed
 
 NEAR = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-5}
-OWN = TritonChooser()
+OWN = TritonSampler()
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +92,7 @@ def test_noise_for_other_columns_or_rows_is_refused() -> None:
         OWN.best(logits_of(7, 50, torch.float32), [draw], None)
 
 
-def kept_by_the_twin(logits: torch.Tensor, draw: Draw) -> torch.Tensor:
+def kept_by_the_twin(logits: torch.Tensor, draw: SamplingInputs) -> torch.Tensor:
     rows = logits.view(draw.requests, draw.each, logits.shape[1])
     wide = rows.to(draw.sampling.inverse_temperature.dtype) * draw.sampling.inverse_temperature[:, None, None]
     return filters.least_kept(wide, draw.sampling).view(-1, 1)

@@ -6,7 +6,7 @@ import pytest
 
 from cluster.config import ConfigError
 from cluster.engine import build_engine
-from cluster.request import SamplingParams
+from cluster.request import RequestParams
 from tests.families import FAMILIES, made
 from tests.parity.harness import SAMPLING, config_of, request, run, tiny_pair
 
@@ -18,7 +18,7 @@ QUICK = ("chain", "greedy")
 SLOW = (("tree", "greedy"), ("chain", "filtered"), ("tree", "filtered"))
 
 
-def requests(params: SamplingParams) -> list[Any]:
+def requests(params: RequestParams) -> list[Any]:
     prompts = [[3, 5, 2], [1, *range(2, 15)]]
     return [request(f"r{at}", prompt, params, max_tokens=6, seed=at) for at, prompt in enumerate(prompts)]
 

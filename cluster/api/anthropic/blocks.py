@@ -151,7 +151,7 @@ class Message(Strict):
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class MessageContent:
     """A message as it was read: a text, or blocks."""
 
     role: Role
@@ -159,7 +159,7 @@ class Read:
     blocks: Sequence[Block]
 
 
-def messages_of(value: Any) -> list[Read]:
+def messages_of(value: Any) -> list[MessageContent]:
     """The messages of a body.
 
     Raises:
@@ -173,16 +173,16 @@ def messages_of(value: Any) -> list[Read]:
     return [_message(one, f"messages.{at}") for at, one in enumerate(value)]
 
 
-def _message(value: Any, path: str) -> Read:
+def _message(value: Any, path: str) -> MessageContent:
     message = read_at(Message, value, path)
     content, where = message.content, f"{path}.content"
     if not isinstance(content, list):
         try:
-            return Read(message.role, text_of_parts(content, {"text": "text"}), ())
+            return MessageContent(message.role, text_of_parts(content, {"text": "text"}), ())
         except ValueError as error:
             raise ApiError(f"{where}: {error}", param=where, code="invalid_type") from None
     blocks = [_block(one, message.role, f"{where}.{at}") for at, one in enumerate(content)]
-    return Read(message.role, "", blocks)
+    return MessageContent(message.role, "", blocks)
 
 
 def _block(value: Any, role: str, path: str) -> Block:
@@ -195,7 +195,7 @@ def _block(value: Any, role: str, path: str) -> Block:
     return read_at(found or TextBlock, value, path)
 
 
-def dialogue_of(messages: Sequence[Read], system: str | None) -> Dialogue:
+def dialogue_of(messages: Sequence[MessageContent], system: str | None) -> Dialogue:
     """The messages as those of a chat, after the system's."""
     made = Dialogue()
     if system:  # an empty one says nothing, and would take the place of a template's own
@@ -227,7 +227,7 @@ def _assistant(made: Dialogue, blocks: Sequence[Block], path: str) -> None:
             made.say("assistant", _joined(run), path)
 
 
-def _other(made: Dialogue, message: Read, path: str) -> None:
+def _other(made: Dialogue, message: MessageContent, path: str) -> None:
     """Results of tools are messages of their own; the texts between them are joined."""
     for first, run in _runs(message.blocks):
         if isinstance(run[0], ToolResultBlock):

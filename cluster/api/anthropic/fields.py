@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from cluster.api.core.fields import Table
+from cluster.api.core.fields import FieldTable
 from cluster.api.core.translated import table_of
 
 # They label, meter or route a call, or tune what is kept of prompts, so they cannot change the answer.
@@ -57,6 +57,6 @@ REMEDIES: dict[str, str] = {
     "logprobs": "use /v1/chat/completions",
     "top_logprobs": "use /v1/chat/completions",
 }
-TABLE: Table = table_of(HARMLESS, REFUSED, REMEDIES)
-COUNT_TABLE: Table = table_of(HARMLESS | {"max_tokens", "stream", "stop_sequences"}, REFUSED, REMEDIES)
+TABLE: FieldTable = table_of(HARMLESS, REFUSED, REMEDIES)
+COUNT_TABLE: FieldTable = table_of(HARMLESS | {"max_tokens", "stream", "stop_sequences"}, REFUSED, REMEDIES)
 """Of /v1/messages/count_tokens: what a message has beside its prompt changes no count."""

@@ -5,11 +5,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, ConfigDict, FailFast, Field, PlainValidator
 
-from cluster.api.anthropic.blocks import Message, Read, System, dialogue_of, messages_of
+from cluster.api.anthropic.blocks import Message, MessageContent, System, dialogue_of, messages_of
 from cluster.api.anthropic.fields import COUNT_TABLE, TABLE
 from cluster.api.core.content import Strict, Text, read_at
 from cluster.api.core.errors import shown
-from cluster.api.core.fields import Table
+from cluster.api.core.fields import FieldTable
 from cluster.api.core.tools import LeftOutTool
 from cluster.api.core.translated import (
     EXTENSIONS,
@@ -43,7 +43,7 @@ class CustomTool(Strict):
     strict: bool | None = None
 
 
-class ToolChoice(Strict):
+class AnthropicToolChoice(Strict):
     """Which tools may be used: as the model likes, some, this one, none."""
 
     model_config = ConfigDict(extra="forbid")
@@ -53,7 +53,7 @@ class ToolChoice(Strict):
     disable_parallel_tool_use: bool = False
 
 
-class Thinking(Strict):
+class ThinkingOption(Strict):
     """Whether the model thinks before it answers, where its chat template can say so. There are no summaries."""
 
     model_config = ConfigDict(extra="forbid")
@@ -81,7 +81,7 @@ class OutputConfig(Strict):
     format: OutputFormat | None = None
 
 
-def _named_where_needed(choice: ToolChoice) -> ToolChoice:
+def _named_where_needed(choice: AnthropicToolChoice) -> AnthropicToolChoice:
     if choice.type == "tool" and choice.name is None:
         raise ValueError("needs a name where its type is 'tool'")
     return choice
@@ -104,18 +104,18 @@ def _tool(value: Any, path: str) -> CustomTool | LeftOutTool:
 class CountRequest(TranslatedBody):
     """The body of /v1/messages/count_tokens: what makes up a prompt."""
 
-    table: ClassVar[Table] = COUNT_TABLE
+    table: ClassVar[FieldTable] = COUNT_TABLE
     extensions: ClassVar[frozenset[str]] = EXTENSIONS - {"stop"}
 
     model: str | None = None
-    messages: Annotated[list[Read], PlainValidator(messages_of, json_schema_input_type=Messages)]
+    messages: Annotated[list[MessageContent], PlainValidator(messages_of, json_schema_input_type=Messages)]
     system: System | None = None
     tools: Annotated[
         list[CustomTool | LeftOutTool],
         PlainValidator(_tools, json_schema_input_type=list[CustomTool | LeftOutTool]),
     ] = Field(default_factory=list)
-    tool_choice: Annotated[ToolChoice, AfterValidator(_named_where_needed)] | None = None
-    thinking: Thinking | None = None
+    tool_choice: Annotated[AnthropicToolChoice, AfterValidator(_named_where_needed)] | None = None
+    thinking: ThinkingOption | None = None
     output_config: OutputConfig | None = None
 
     def more(self) -> dict[str, Any]:
@@ -171,7 +171,7 @@ class CountRequest(TranslatedBody):
 class MessagesRequest(CountRequest):
     """The body of /v1/messages. Sampling and the extensions are the chat request's own."""
 
-    table: ClassVar[Table] = TABLE
+    table: ClassVar[FieldTable] = TABLE
 
     max_tokens: int = Field(ge=1)
     stream: bool = False
@@ -190,7 +190,7 @@ def _chat_tool(tool: CustomTool | LeftOutTool) -> dict[str, Any]:
     return {"type": "function", "function": function | {name: said for name, said in more.items() if said is not None}}
 
 
-def _chat_choice(choice: ToolChoice) -> Any:
+def _chat_choice(choice: AnthropicToolChoice) -> Any:
     if choice.type != "tool":
         return CHOICES[choice.type]
     return {"type": "function", "function": {"name": choice.name}}

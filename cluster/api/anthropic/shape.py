@@ -10,7 +10,7 @@ from cluster.api.core.choices import Delta
 from cluster.api.core.errors import ApiError
 from cluster.api.core.stream import event
 from cluster.api.core.usage import usage
-from cluster.api.openai.answers import Answering
+from cluster.api.openai.answers import AnswerContext
 from cluster.chat.sections import Change, Grown, Opened, Section, Sections
 
 Sent = tuple[str, dict[str, Any]]
@@ -23,7 +23,7 @@ class MessageShape:
 
     alive = event({"type": "ping"}, "ping")
 
-    def __init__(self, about: Answering) -> None:
+    def __init__(self, about: AnswerContext) -> None:
         self._about = about
         self._sections = Sections(about.extras.thought)
         self._end: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}

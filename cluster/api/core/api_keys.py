@@ -43,7 +43,7 @@ LINE = re.compile(rf"\s*({NAME.pattern})\s+({'|'.join(get_args(Scope))})\s+sha25
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class ApiKey:
     """One key. `digest` is its SHA-256, which is shown nowhere. `admin` may do all that `use` may."""
 
     name: str
@@ -60,7 +60,7 @@ def digest_of(token: bytes) -> bytes:
     return hashlib.sha256(token).digest()
 
 
-def cache_salt(key: Key | None, said: str | None) -> int:
+def cache_salt(key: ApiKey | None, said: str | None) -> int:
     """The salt under which a request shares computed prefixes: of its key, and of `cache_salt` in its body. 0 without
     either. What one client sends as `cache_salt` cannot lead to the salt of another key.
     """
@@ -71,7 +71,7 @@ def cache_salt(key: Key | None, said: str | None) -> int:
     return int.from_bytes(hashlib.blake2b(text, key=secret, digest_size=16, person=b"aerie cache salt").digest(), "big")
 
 
-def parse(text: str, where: str) -> tuple[Key, ...]:
+def parse(text: str, where: str) -> tuple[ApiKey, ...]:
     """The keys of a file's text; `where` names it in errors, which quote no line.
 
     Raises:
@@ -82,7 +82,7 @@ def parse(text: str, where: str) -> tuple[Key, ...]:
         said = line.partition("#")[0]
         found = LINE.fullmatch(said)
         if found is not None:
-            keys.append(Key(found[1], "admin" if found[2] == "admin" else "use", bytes.fromhex(found[3])))
+            keys.append(ApiKey(found[1], "admin" if found[2] == "admin" else "use", bytes.fromhex(found[3])))
         elif said.strip():
             raise ConfigError(
                 f"{where}, line {number}: must be NAME SCOPE sha256:HEX, SCOPE being {' or '.join(get_args(Scope))}; "
@@ -91,7 +91,7 @@ def parse(text: str, where: str) -> tuple[Key, ...]:
     return _distinct(keys, where)
 
 
-def _distinct(keys: Sequence[Key], where: str) -> tuple[Key, ...]:
+def _distinct(keys: Sequence[ApiKey], where: str) -> tuple[ApiKey, ...]:
     names, digests = set[str](), set[bytes]()
     for key in keys:
         if key.name in names or key.digest in digests:
@@ -101,7 +101,7 @@ def _distinct(keys: Sequence[Key], where: str) -> tuple[Key, ...]:
     return tuple(keys)
 
 
-def read(path: Path) -> tuple[Key, ...]:
+def read(path: Path) -> tuple[ApiKey, ...]:
     """The keys of a file.
 
     Raises:
@@ -119,13 +119,13 @@ def read(path: Path) -> tuple[Key, ...]:
         raise ConfigError(f"{where} is not text in UTF-8") from None
 
 
-def of_environment(environment: Mapping[str, str]) -> tuple[Key, ...]:
+def of_environment(environment: Mapping[str, str]) -> tuple[ApiKey, ...]:
     """The keys that are set in `ENVIRONMENT`'s variables; each is named for its variable.
 
     Raises:
         ConfigError: a variable is set and holds no key, or one that cannot be sent in a header.
     """
-    keys: list[Key] = []
+    keys: list[ApiKey] = []
     for variable, scope in ENVIRONMENT.items():
         tokens = [token.strip() for token in environment[variable].split(",")] if variable in environment else []
         for number, token in enumerate(tokens, 1):
@@ -133,15 +133,15 @@ def of_environment(environment: Mapping[str, str]) -> tuple[Key, ...]:
                 raise ConfigError(f"{variable} must hold keys of printable ASCII, with commas between; or unset it")
             if len(token) < EASY:
                 logger.warning("a key in %s has fewer than %d characters: it can be guessed", variable, EASY)
-            keys.append(Key(variable if number == 1 else f"{variable}.{number}", scope, digest_of(token.encode())))
+            keys.append(ApiKey(variable if number == 1 else f"{variable}.{number}", scope, digest_of(token.encode())))
     return _distinct(keys, " and ".join(ENVIRONMENT))
 
 
-class Keys:
+class ApiKeys:
     """The keys of one process. Used on one event loop, which a look at the file holds up for as long as it takes."""
 
     def __init__(
-        self, path: Path | None, fixed: Sequence[Key] = (), clock: Callable[[], float] = time.monotonic
+        self, path: Path | None, fixed: Sequence[ApiKey] = (), clock: Callable[[], float] = time.monotonic
     ) -> None:
         """`fixed` are valid whatever the file says.
 
@@ -156,7 +156,7 @@ class Keys:
         self._looked = clock()
 
     @classmethod
-    def load(cls, path: str | None, environment: Mapping[str, str] = os.environ) -> "Keys | None":
+    def load(cls, path: str | None, environment: Mapping[str, str] = os.environ) -> "ApiKeys | None":
         """The keys of a file and of the environment; None where neither is set.
 
         Raises:
@@ -170,7 +170,7 @@ class Keys:
         except OSError as error:
             raise ConfigError(f"api_keys_file {path!r} cannot be read: {error.strerror}") from None
 
-    def find(self, token: bytes) -> Key | None:
+    def find(self, token: bytes) -> ApiKey | None:
         """The key that a client sent, None if there is no such key. Takes equally long wherever it is, or is not."""
         self._look()
         digest, found = digest_of(token), None
@@ -200,7 +200,7 @@ class Keys:
                 logger.error("the API keys stay as they were: %s", error)
         self._trouble = trouble
 
-    def _read(self) -> tuple[Key, ...]:
+    def _read(self) -> tuple[ApiKey, ...]:
         if self._path is None:
             return self._fixed
         return _distinct([*read(self._path), *self._fixed], f"api_keys_file {str(self._path)!r} and the environment")
@@ -222,7 +222,7 @@ def is_loopback(host: str | None) -> bool:
         return host == "localhost"
 
 
-def check_reach(host: str | None, keys: Keys | None, allowed: bool) -> None:
+def check_reach(host: str | None, keys: ApiKeys | None, allowed: bool) -> None:
     """Refuse to serve everyone who reaches the server, unless that is `allowed` in so many words.
 
     Raises:

@@ -13,7 +13,7 @@ from fastapi import Request
 from cluster.actors.messages import Overloaded
 from cluster.api.core.errors import ApiError, ClientGoneError, overloaded, shown
 from cluster.api.core.offload import off_loop
-from cluster.api.core.service import Limits
+from cluster.api.core.service import RequestLimits
 from cluster.api.proxy.middleware import too_slow
 
 MAX_DEPTH = 64
@@ -26,10 +26,10 @@ _RUNS = re.compile(r'(?:"(?:[^"\\]+|\\.)*+"?|[^\[\]{}:"]+){1,4096}+|([\[\]{}:]{1
 RETRY_S = 1.0
 
 
-class Intake:
+class BodyReader:
     """Reads the request bodies of a replica, and counts the bytes of them that it holds."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: RequestLimits) -> None:
         self._limits = limits
         self._held = 0
 
@@ -38,9 +38,10 @@ class Intake:
         """The body as a JSON object, and its length in bytes, which count as held until the block ends.
 
         Raises:
-            ApiError: 413 for a body longer than `Limits.body_bytes`, before it is held in memory; 408 for one that
-                comes too slowly; 503 beyond `Limits.held_bytes` in all; 415 for another content type; 400 for anything
-                that is not a JSON object in UTF-8 with finite numbers, or is too deep or of too many parts.
+            ApiError: 413 for a body longer than `RequestLimits.body_bytes`, before it is held in memory; 408 for one
+            that
+                comes too slowly; 503 beyond `RequestLimits.held_bytes` in all; 415 for another content type; 400 for
+                anything that is not a JSON object in UTF-8 with finite numbers, or is too deep or of too many parts.
             ClientGoneError: the client left while sending.
         """
         kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()

@@ -5,15 +5,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.api.core.constraints import Constraint, refused
+from cluster.api.core.constraints import OutputConstraint, refused
 from cluster.api.core.errors import ApiError
 from cluster.api.core.protocol import ChatRequest
 from cluster.api.core.tokenizer import ChatTokenizer
 from cluster.api.core.tools import ChatCustomTool, Function
 from cluster.chat.custom import FIELD, CustomReader, schema_of_input
-from cluster.chat.formats.plan import Answer, Form, Format, Prompted, json_value, with_tokens
+from cluster.chat.formats.plan import Answer, ChatFormat, Form, Prompted, json_value, with_tokens
 from cluster.chat.json_text import loaded
-from cluster.chat.reading import Reader, Tools
+from cluster.chat.reading import AnswerReader, Tools
 from cluster.grammar.asked import Grammar, GrammarError
 from cluster.grammar.regex import parse
 
@@ -21,21 +21,21 @@ ANY_ARGUMENTS: dict[str, Any] = {"type": "object", "additionalProperties": True}
 
 
 @dataclass(frozen=True, slots=True)
-class Chat:
+class ChatOutput:
     """How one chat is answered: by a format, or as mere text without one. `tools` are those that may be called, and
     `custom` the names of all tools that take a text. `warnings` are about what is not held to.
     """
 
-    format: Format | None = None
+    format: ChatFormat | None = None
     tools: Tools | None = None
     split: bool = True
     prompted: Prompted = field(default_factory=Prompted)
     special: Mapping[int, str] | None = None
-    constraint: Constraint | None = None
+    constraint: OutputConstraint | None = None
     custom: frozenset[str] = frozenset()
     warnings: tuple[str, ...] = ()
 
-    def reader(self) -> Reader | None:
+    def reader(self) -> AnswerReader | None:
         """A reader for one answer; None where it is mere text."""
         if self.format is None:
             return None
@@ -43,7 +43,7 @@ class Chat:
         return CustomReader(reader, self.custom) if self.custom else reader
 
 
-def chat_of(tokenizer: ChatTokenizer, fields: ChatRequest, prompt: str) -> Chat:
+def chat_of(tokenizer: ChatTokenizer, fields: ChatRequest, prompt: str) -> ChatOutput:
     """How a request whose prompt is `prompt` is answered.
 
     Raises:
@@ -60,7 +60,7 @@ def chat_of(tokenizer: ChatTokenizer, fields: ChatRequest, prompt: str) -> Chat:
     asked = fields.constraint()
     prompted = Prompted(prompt, fields.messages[-1].content if fields.continue_final_message else None)
     if format is None or not format.reads(bool(callable_tools), prompted):
-        return Chat(constraint=asked)
+        return ChatOutput(constraint=asked)
     special = {token: name for token, name in tokenizer.special.items() if name in format.special}
     functions, warnings = _functions(format, fields)
     try:
@@ -70,14 +70,14 @@ def chat_of(tokenizer: ChatTokenizer, fields: ChatRequest, prompt: str) -> Chat:
     if held is not None:
         form = with_tokens(held.form, {name: token for token, name in special.items()})
         text = json.dumps({"type": "structural_tag", "format": form})
-        asked = Constraint(held.field, Grammar("chat", text))
+        asked = OutputConstraint(held.field, Grammar("chat", text))
     schemas = {function.name: function.schema_of_arguments for function in functions}
     custom = frozenset(tool.custom.name for tool in fields.served_tools if isinstance(tool, ChatCustomTool))
     split = fields.separate_reasoning
-    return Chat(format, schemas or None, split, prompted, special, asked, custom, tuple(warnings))
+    return ChatOutput(format, schemas or None, split, prompted, special, asked, custom, tuple(warnings))
 
 
-def _functions(format: Format, fields: ChatRequest) -> tuple[list[Function], list[str]]:
+def _functions(format: ChatFormat, fields: ChatRequest) -> tuple[list[Function], list[str]]:
     """The functions that may be called, and warnings. A custom tool is one with a string; where its grammar cannot be
     held to in this format, the string is free, and a warning says so.
     """
@@ -95,7 +95,7 @@ def _functions(format: Format, fields: ChatRequest) -> tuple[list[Function], lis
     return functions, warnings
 
 
-def _refusal(format: Format, function: Function) -> str:
+def _refusal(format: ChatFormat, function: Function) -> str:
     """Why the arguments of a function with a pattern cannot be held to it; empty where they can."""
     try:
         parse(function.schema_of_arguments["properties"][FIELD]["pattern"])
@@ -114,7 +114,11 @@ class _Held:
 
 
 def _held(
-    format: Format, fields: ChatRequest, functions: Sequence[Function], asked: Constraint | None, prompted: Prompted
+    format: ChatFormat,
+    fields: ChatRequest,
+    functions: Sequence[Function],
+    asked: OutputConstraint | None,
+    prompted: Prompted,
 ) -> _Held | None:
     """What an answer is held to; nothing where it is free."""
     choice = fields.choice

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from cluster.actors.messages import EngineClient
 from cluster.api.core.errors import ApiError, internal, unavailable
 from cluster.api.core.merging import merged
-from cluster.chat.events import Event, Said
-from cluster.chat.reading import Reader
+from cluster.chat.events import Event, TextPiece
+from cluster.chat.reading import AnswerReader
 from cluster.observability.metrics import Outcome, RequestTimer
 from cluster.request import (
     ErrorCode,
     FinishReason,
     Request,
-    RequestOutput,
+    SequenceOutput,
     SpeculationCounts,
     StepTree,
     TokenLogprob,
@@ -44,7 +44,7 @@ class Delta:
     tree: StepTree | None = None
 
 
-class Choice:
+class OutputSequence:
     """One sequence of a call. `index` is its place among the choices: prompt by prompt, n each."""
 
     def __init__(
@@ -54,7 +54,7 @@ class Choice:
         request: Request,
         text: StoppedText | None,
         include_stop: bool = False,
-        reader: Reader | None = None,
+        reader: AnswerReader | None = None,
     ) -> None:
         """`reader` tells calls and thought in a text that may hold them."""
         self.index = index
@@ -79,7 +79,7 @@ class Choice:
         """The call was let in; `timer` is told about tokens and the end."""
         self.timer = timer
 
-    def take(self, output: RequestOutput) -> Delta:
+    def take(self, output: SequenceOutput) -> Delta:
         """Account for one output and turn it into text.
 
         Raises:
@@ -118,9 +118,9 @@ class Choice:
         text = shown.push(token_ids)
         if self.finished:
             text += shown.finish()
-        return text, (Said(text),) if text else ()
+        return text, (TextPiece(text),) if text else ()
 
-    def _read(self, reader: Reader, token_ids: Sequence[int]) -> tuple[str, tuple[Event, ...]]:
+    def _read(self, reader: AnswerReader, token_ids: Sequence[int]) -> tuple[str, tuple[Event, ...]]:
         """The text of tokens, read one by one, so that those of the thought are counted however they came."""
         assert self._text is not None
         text, events = "", list[Event]()
@@ -158,7 +158,7 @@ def joined(index: int, deltas: Sequence[Delta]) -> Delta:
     )
 
 
-async def run(engine: EngineClient, choices: Sequence[Choice]) -> AsyncGenerator[Delta, None]:
+async def run(engine: EngineClient, choices: Sequence[OutputSequence]) -> AsyncGenerator[Delta, None]:
     """The deltas of all choices as their steps come. Closing it, or a failure of one choice, aborts all of them.
 
     Raises:

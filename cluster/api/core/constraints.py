@@ -35,14 +35,14 @@ OPTIONS = ("disable_fallback", "disable_additional_properties", "whitespace_patt
 TYPES = ("text", "json_object", "json_schema", "structural_tag")
 
 
-class Constraint(NamedTuple):
+class OutputConstraint(NamedTuple):
     """A grammar, and the path of the field that asks for it."""
 
     field: str
     grammar: Grammar
 
 
-def constraint_of(body: Mapping[str, Any]) -> Constraint | None:
+def constraint_of(body: Mapping[str, Any]) -> OutputConstraint | None:
     """The one constraint that a body asks for, if any, with its field.
 
     Raises:
@@ -50,7 +50,9 @@ def constraint_of(body: Mapping[str, Any]) -> Constraint | None:
     """
     found = [*_response_format(body.get("response_format")), *_structured(body.get("structured_outputs"))]
     found += [
-        Constraint(name, grammar) for name, kind in FIELDS.items() if (grammar := _read(name, kind, body.get(name)))
+        OutputConstraint(name, grammar)
+        for name, kind in FIELDS.items()
+        if (grammar := _read(name, kind, body.get(name)))
     ]
     if len(found) > 1:
         one, two = found[0].field, found[1].field
@@ -70,7 +72,7 @@ def refused(error: GrammarError, field: str) -> ApiError:
     return ApiError(f"{field}: {error}", param=field, code="invalid_value")
 
 
-def _response_format(value: Any) -> list[Constraint]:
+def _response_format(value: Any) -> list[OutputConstraint]:
     if value is None:
         return []
     name = "response_format"
@@ -80,16 +82,20 @@ def _response_format(value: Any) -> list[Constraint]:
     if kind not in TYPES:
         raise _wrong(f"{name}.type", f"must be one of {', '.join(TYPES)}, got {shown(kind)}")
     if kind == "structural_tag":
-        return [Constraint(name, Grammar("structural_tag", json.dumps(value)))]
+        return [OutputConstraint(name, Grammar("structural_tag", json.dumps(value)))]
     beside = {"json_schema": ("json_schema",), "json_object": ("schema",)}.get(kind, ())
     _only(name, value, ("type", *beside))
     if kind == "json_object":
         schema = _read(f"{name}.schema", "json_schema", value.get("schema"))
-        return [Constraint(name, Grammar("json_object")) if schema is None else Constraint(f"{name}.schema", schema)]
+        return [
+            OutputConstraint(name, Grammar("json_object"))
+            if schema is None
+            else OutputConstraint(f"{name}.schema", schema)
+        ]
     return [_named_schema(f"{name}.json_schema", value.get("json_schema"))] if kind == "json_schema" else []
 
 
-def _named_schema(name: str, value: Any) -> Constraint:
+def _named_schema(name: str, value: Any) -> OutputConstraint:
     """OpenAI's named schema. It is enforced whatever `strict` says."""
     if not isinstance(value, dict):
         raise _wrong_type(name, "an object", value)
@@ -100,10 +106,10 @@ def _named_schema(name: str, value: Any) -> Constraint:
     grammar = _read(f"{name}.schema", "json_schema", value.get("schema"))
     if grammar is None:
         raise ApiError(f"{name}.schema: required", param=f"{name}.schema", code="missing_required_parameter")
-    return Constraint(f"{name}.schema", grammar)
+    return OutputConstraint(f"{name}.schema", grammar)
 
 
-def _structured(value: Any) -> list[Constraint]:
+def _structured(value: Any) -> list[OutputConstraint]:
     if value is None:
         return []
     name = "structured_outputs"
@@ -117,7 +123,9 @@ def _structured(value: Any) -> list[Constraint]:
         if value.get(option) not in (None, False):
             raise _wrong(f"{name}.{option}", f"{shown(value[option])} is not supported by this server; leave it out")
     fields = ((f"{name}.{part}", _read(f"{name}.{part}", kind, value.get(part))) for part, kind in STRUCTURED.items())
-    return [Constraint(field, replace(grammar, compact=compact)) for field, grammar in fields if grammar is not None]
+    return [
+        OutputConstraint(field, replace(grammar, compact=compact)) for field, grammar in fields if grammar is not None
+    ]
 
 
 def _read(name: str, kind: Kind, value: Any) -> Grammar | None:

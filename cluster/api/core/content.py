@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from cluster.api.core.errors import ApiError, invalid, path_of, shown
-from cluster.api.core.fields import GENERATION, Table, sort_fields
+from cluster.api.core.fields import GENERATION, FieldTable, sort_fields
 from cluster.chat import custom
 
 Part = TypeVar("Part", bound=BaseModel)
@@ -32,7 +32,7 @@ class Strict(BaseModel):
     """Base of the request models."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, protected_namespaces=())
-    table: ClassVar[Table] = GENERATION
+    table: ClassVar[FieldTable] = GENERATION
 
     @classmethod
     def honoured(cls) -> Collection[str]:

@@ -14,7 +14,7 @@ Messages = Annotated[list[ChatMessage], FailFast()]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-class ConversingFields(Strict):
+class ConversationFields(Strict):
     """What a chat and the tokenization of one share. Without `tool_choice` the model may call the tools there are."""
 
     tools: Tools = Field(default_factory=list)

@@ -190,7 +190,7 @@ REMEDIES: dict[str, str] = {
 }
 
 
-class Table(NamedTuple):
+class FieldTable(NamedTuple):
     """What an API's fields are beside the honoured ones. `refused` has the values that ask for nothing."""
 
     harmless: Collection[str]
@@ -198,11 +198,11 @@ class Table(NamedTuple):
     remedies: Mapping[str, str]
 
 
-GENERATION = Table(HARMLESS, REFUSED, REMEDIES)
+GENERATION = FieldTable(HARMLESS, REFUSED, REMEDIES)
 
 
 def sort_fields(
-    body: Mapping[str, Any], honoured: Collection[str], table: Table = GENERATION
+    body: Mapping[str, Any], honoured: Collection[str], table: FieldTable = GENERATION
 ) -> tuple[dict[str, Any], list[str]]:
     """The honoured fields that are not null, under the server's spelling, and warnings about unknown fields.
 
@@ -244,7 +244,7 @@ def warning_headers(warnings: list[str]) -> dict[str, str]:
     return {WARNING_HEADER: "; ".join(warnings).encode("ascii", "backslashreplace").decode("ascii")}
 
 
-def _refusal(name: str, value: Any, table: Table) -> ApiError:
+def _refusal(name: str, value: Any, table: FieldTable) -> ApiError:
     neutral = table.refused.get(name, ())
     remedy = table.remedies.get(name) or (f"leave it out or send {shown(neutral[0])}" if neutral else "leave it out")
     return ApiError(

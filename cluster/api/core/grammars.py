@@ -3,7 +3,7 @@
 import asyncio
 import logging
 
-from cluster.api.core.constraints import Constraint, refused
+from cluster.api.core.constraints import OutputConstraint, refused
 from cluster.api.core.errors import RETRY_AFTER_S, ApiError
 from cluster.api.core.service import ModelInfo
 from cluster.api.core.tokenizer import ChatTokenizer
@@ -31,7 +31,7 @@ class Grammars:
         if self._tokenizer is not None:
             self._made(self._tokenizer)
 
-    async def compiled(self, constraint: Constraint) -> str:
+    async def compiled(self, constraint: OutputConstraint) -> str:
         """The grammar of a constraint as ranks read it: it compiles.
 
         Raises:

@@ -7,10 +7,10 @@ from contextlib import aclosing
 
 from cluster.actors.messages import EngineClient, Overloaded, Unavailable
 from cluster.api.core.errors import ApiError, overloaded, unavailable
-from cluster.request import Request, RequestOutput
+from cluster.request import Request, SequenceOutput
 
 
-async def merged(engine: EngineClient, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+async def merged(engine: EngineClient, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, SequenceOutput], None]:
     """Each output with the place of its request. Closing it, or a failure of one request, aborts all of them.
 
     A call is refused where none of its requests is taken. One of many that is refused while others of the call are with
@@ -26,7 +26,7 @@ async def merged(engine: EngineClient, requests: Sequence[Request]) -> AsyncGene
             async for output in outputs:
                 yield 0, output
         return
-    queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, SequenceOutput | Exception | None]] = asyncio.Queue()
 
     async def pump(at: int) -> None:
         try:
@@ -86,7 +86,7 @@ class _Turns:
         self._there -= 1
 
 
-async def _outputs(engine: EngineClient, request: Request, turns: _Turns) -> AsyncGenerator[RequestOutput, None]:
+async def _outputs(engine: EngineClient, request: Request, turns: _Turns) -> AsyncGenerator[SequenceOutput, None]:
     """One request's outputs; the engine's iterator is always closed, which aborts what still runs."""
     begun = False
     while True:

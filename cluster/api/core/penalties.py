@@ -7,8 +7,8 @@ from pydantic import BeforeValidator, FailFast, Field
 
 from cluster.api.core.content import Strict, Text
 from cluster.api.core.errors import ApiError, shown
-from cluster.api.core.service import Limits
-from cluster.request import MOST, Adjustments
+from cluster.api.core.service import RequestLimits
+from cluster.request import MOST, LogitAdjustments
 from cluster.tokenizer.tokenizer import TextTokenizer
 
 MOST_BIAS = 100
@@ -31,7 +31,7 @@ def _biases(value: Any) -> Any:
 Bias = Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)]
 
 
-class AdjustingFields(Strict):
+class PenaltyFields(Strict):
     """Penalties, biases and bans; each says by its default that it is off."""
 
     presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
@@ -44,7 +44,7 @@ class AdjustingFields(Strict):
     bad_words: Annotated[list[Text], FailFast()] = Field(default_factory=list)
     min_tokens: int = Field(default=0, ge=0, lt=MOST)
 
-    def check_adjustments(self, vocab_size: int, limits: Limits) -> None:
+    def check_adjustments(self, vocab_size: int, limits: RequestLimits) -> None:
         """Check what the types of these fields cannot.
 
         Raises:
@@ -64,7 +64,7 @@ class AdjustingFields(Strict):
             if not ok:
                 raise ApiError(f"{name}: {message}", param=name, code="invalid_value")
 
-    def adjustments(self, tokenizer: TextTokenizer | None, vocab_size: int) -> Adjustments | None:
+    def adjustments(self, tokenizer: TextTokenizer | None, vocab_size: int) -> LogitAdjustments | None:
         """The adjustments that are asked for; None if there are none. Bad words are banned as the tokens that they are
         at the beginning of a text and, where that differs, after a space; one with a token that the model does not have
         cannot come.
@@ -73,7 +73,7 @@ class AdjustingFields(Strict):
         for word in self.bad_words if tokenizer is not None else ():
             assert tokenizer is not None
             words += [tuple(tokenizer.encode(start + word.lstrip(), False)) for start in ("", " ")]
-        made = Adjustments(
+        made = LogitAdjustments(
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             repetition_penalty=self.repetition_penalty,
@@ -82,4 +82,4 @@ class AdjustingFields(Strict):
             bad_words_token_ids=tuple(dict.fromkeys(word for word in words if word and max(word) < vocab_size)),
             min_tokens=self.min_tokens,
         )
-        return None if made == Adjustments() else made
+        return None if made == LogitAdjustments() else made

@@ -10,13 +10,13 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field, PlainValidator
 
-from cluster.api.core.constraints import FIELDS, NAMES, Constraint, constraint_of
+from cluster.api.core.constraints import FIELDS, NAMES, OutputConstraint, constraint_of
 from cluster.api.core.content import Strict, Text, list_of_prompts, list_of_stops
-from cluster.api.core.conversation import ConversingFields, Messages
+from cluster.api.core.conversation import ConversationFields, Messages
 from cluster.api.core.errors import ApiError, shown
-from cluster.api.core.penalties import AdjustingFields
-from cluster.api.core.service import Limits, ModelInfo
-from cluster.request import GREEDY_BELOW, SamplingParams, signed_seed
+from cluster.api.core.penalties import PenaltyFields
+from cluster.api.core.service import ModelInfo, RequestLimits
+from cluster.request import GREEDY_BELOW, RequestParams, signed_seed
 
 MAX_TEMPERATURE = 100.0
 NO_SEED = -1  # what clients of vLLM send for none
@@ -61,7 +61,7 @@ def too_long(model: ModelInfo, prompt: int, wanted: int) -> str:
     return f"input length and `max_tokens` exceed context limit: {prompt} + {wanted} > {model.room}, as {has}"
 
 
-class GenerationFields(AdjustingFields):
+class GenerationFields(PenaltyFields):
     """What both endpoints share."""
 
     response_format: Any = None
@@ -135,7 +135,7 @@ class GenerationFields(AdjustingFields):
         """How many sequences are asked for."""
         return self.n
 
-    def constraint(self) -> Constraint | None:
+    def constraint(self) -> OutputConstraint | None:
         """What is asked of the form of the output.
 
         Raises:
@@ -143,7 +143,7 @@ class GenerationFields(AdjustingFields):
         """
         return constraint_of({name: getattr(self, name) for name in (*NAMES, *FIELDS)})
 
-    def check(self, model: ModelInfo, limits: Limits) -> None:
+    def check(self, model: ModelInfo, limits: RequestLimits) -> None:
         """Check what the types of the fields cannot.
 
         Raises:
@@ -199,7 +199,7 @@ class GenerationFields(AdjustingFields):
             if not ok:
                 raise ApiError(f"{name}: {message}", param=name, code="invalid_value")
 
-    def sampling(self, model: ModelInfo, prompt_tokens: int, default_tokens: int, prompt: str) -> SamplingParams:
+    def sampling(self, model: ModelInfo, prompt_tokens: int, default_tokens: int, prompt: str) -> RequestParams:
         """Sampling settings for one prompt; `prompt` is the field to blame when it leaves no room by itself. Without
         `max_tokens` the output may have `default_tokens`, or as many as fit. Adjustments are left to the caller.
 
@@ -221,7 +221,7 @@ class GenerationFields(AdjustingFields):
         if self.min_tokens > wanted:
             message = f"min_tokens: must be at most max_tokens ({wanted}), got {self.min_tokens}"
             raise ApiError(message, param="min_tokens", code="invalid_value")
-        return SamplingParams(
+        return RequestParams(
             temperature=0.0 if self.temperature < GREEDY_BELOW or self.top_p == 0 else self.temperature,
             top_k=0 if self.top_k < 0 or self.top_k >= model.vocab_size else self.top_k,
             top_p=self.top_p or 1.0,
@@ -278,7 +278,7 @@ class CompletionRequest(GenerationFields):
         echoed = self.logprobs if self.echo else None
         return max((most for most in (self.prompt_logprobs, echoed) if most is not None), default=None)
 
-    def check(self, model: ModelInfo, limits: Limits) -> None:
+    def check(self, model: ModelInfo, limits: RequestLimits) -> None:
         """Check `best_of` too."""
         super().check(model, limits)
         best, n = self.best_of or self.n, self.n
@@ -291,7 +291,7 @@ class CompletionRequest(GenerationFields):
             if not ok:
                 raise ApiError(f"best_of: {message}", param="best_of", code="invalid_value")
 
-    def sampling(self, model: ModelInfo, prompt_tokens: int, default_tokens: int, prompt: str) -> SamplingParams:
+    def sampling(self, model: ModelInfo, prompt_tokens: int, default_tokens: int, prompt: str) -> RequestParams:
         """As in `GenerationFields`; to choose between outputs, their log-probabilities are needed."""
         params = super().sampling(model, prompt_tokens, default_tokens, prompt)
         return replace(params, logprobs=params.logprobs or 0) if self.samples > self.n else params
@@ -301,7 +301,7 @@ class CompletionRequest(GenerationFields):
         return self.n * len(self.prompt)
 
 
-class ChatRequest(ConversingFields, GenerationFields):
+class ChatRequest(ConversationFields, GenerationFields):
     """The body of /v1/chat/completions. What is thought is left out without `include_reasoning`, and is a part of the
     answer's text without `separate_reasoning`.
     """
@@ -318,7 +318,7 @@ class ChatRequest(ConversingFields, GenerationFields):
         """None unless `logprobs` is true."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def check(self, model: ModelInfo, limits: Limits) -> None:
+    def check(self, model: ModelInfo, limits: RequestLimits) -> None:
         """Check the messages and the tools too."""
         super().check(model, limits)
         if self.top_logprobs and not self.logprobs:
@@ -326,7 +326,7 @@ class ChatRequest(ConversingFields, GenerationFields):
         self.check_conversation(self.messages, limits.messages, limits.tools)
 
 
-class TokenizeRequest(ConversingFields):
+class TokenizeRequest(ConversationFields):
     """The body of /tokenize: a prompt or messages."""
 
     model: str | None = None
@@ -347,7 +347,7 @@ class TokenizeRequest(ConversingFields):
             raise ApiError("prompt: send either prompt or messages", param="prompt", code="invalid_value")
         return fields, warnings
 
-    def check(self, model: ModelInfo, limits: Limits) -> None:
+    def check(self, model: ModelInfo, limits: RequestLimits) -> None:
         """Check what the types of the fields cannot; see `GenerationFields.check`."""
         check_model(model, self.model)
         if self.messages:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, Self
 
 from cluster.actors.messages import EngineClient
-from cluster.api.core.constraints import Constraint
+from cluster.api.core.constraints import OutputConstraint
 from cluster.api.core.tokenizer import ChatTokenizer
 from cluster.api.proxy.middleware import BYTES_PER_S, GRACE_S
 from cluster.observability.metrics import ServingMetrics
@@ -41,7 +41,7 @@ LEAST_MESSAGES = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RequestLimits:
     """What one call may ask for; more is a 400 (413 and 408 for the body). Shown by /server_info."""
 
     body_bytes: int = LEAST_BODY
@@ -77,7 +77,7 @@ class Limits:
 class GrammarCompiler(Protocol):
     """Compiles what requests ask of the form of their output; see `cluster.api.core.grammars.Grammars`."""
 
-    async def compiled(self, constraint: Constraint) -> str:
+    async def compiled(self, constraint: OutputConstraint) -> str:
         """The compiled grammar of a constraint, or an `ApiError` that names its field."""
         ...
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.api.core.content import ChatMessage, conversation
-from cluster.api.core.conversation import ConversingFields
+from cluster.api.core.conversation import ConversationFields
 from cluster.api.core.errors import ApiError
 from cluster.config import ConfigError
 
@@ -21,19 +21,19 @@ SWITCHES = ("enable_thinking", "thinking")
 
 
 @dataclass(frozen=True, slots=True)
-class Template:
+class ChatTemplate:
     """A chat template's text, and the variables in it."""
 
     text: str
     words: frozenset[str]
 
     @classmethod
-    def of(cls, template: Any) -> "Template":
+    def of(cls, template: Any) -> "ChatTemplate":
         """The template of a tokenizer: a text, or several by name."""
         text = "\n".join(template.values()) if isinstance(template, Mapping) else str(template or "")
         return cls(text, frozenset(word for code in CODE.findall(text) for word in WORD.findall(QUOTED.sub("", code))))
 
-    def arguments(self, fields: ConversingFields) -> dict[str, Any]:
+    def arguments(self, fields: ConversationFields) -> dict[str, Any]:
         """The template's arguments for a request, besides the messages.
 
         Raises:
@@ -73,7 +73,7 @@ class Template:
             return messages
         return [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
 
-    def unread(self, fields: ConversingFields) -> list[str]:
+    def unread(self, fields: ConversationFields) -> list[str]:
         """Warnings: what was asked for and makes no difference."""
         effort = fields.reasoning_effort
         if effort in (None, "none") or "reasoning_effort" in self.words:

@@ -12,13 +12,13 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from cluster.api.core.content import ChatMessage
-from cluster.api.core.conversation import ConversingFields
+from cluster.api.core.conversation import ConversationFields
 from cluster.api.core.errors import ApiError
 from cluster.api.core.offload import off_loop
 from cluster.api.core.template_rendering import rendered
-from cluster.api.core.templates import Template, has_template, messages_for, model_type_of, template_of_processor
+from cluster.api.core.templates import ChatTemplate, has_template, messages_for, model_type_of, template_of_processor
 from cluster.api.core.token_floor import TokenFloor
-from cluster.chat.formats.choose import Chosen, choose
+from cluster.chat.formats.choose import ChosenFormat, choose
 from cluster.config import ConfigError
 from cluster.tokenizer.tokenizer import TextTokenizer
 
@@ -41,11 +41,11 @@ class ChatTokenizer:
     the format of answers in a chat.
     """
 
-    def __init__(self, text: TextTokenizer, template: PreTrainedTokenizerBase | None, chosen: Chosen) -> None:
+    def __init__(self, text: TextTokenizer, template: PreTrainedTokenizerBase | None, chosen: ChosenFormat) -> None:
         self.text = text
         self.chosen = chosen
         self._template = template
-        self._reads = Template.of(None if template is None else template.chat_template)
+        self._reads = ChatTemplate.of(None if template is None else template.chat_template)
         self._special = text.special
         self._floor = TokenFloor.of(text.library)
 
@@ -59,14 +59,14 @@ class ChatTokenizer:
         text = TextTokenizer.load(path)
         if not has_template(Path(path)):
             logger.warning("%s has no chat template: conversations are refused, prompts are served", path)
-            return cls(text, None, Chosen(None))
+            return cls(text, None, ChosenFormat(None))
         try:
             # Only the template is wanted: AutoTokenizer would import torch for it, seconds of start-up in each replica.
             template = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
         except Exception as error:  # transformers raises many kinds for a broken folder
             raise ConfigError(f"the chat template in {path} cannot be loaded: {error}") from error
         template.chat_template = template.chat_template or template_of_processor(Path(path))
-        source = Template.of(template.chat_template).text
+        source = ChatTemplate.of(template.chat_template).text
         added = {token.content for token in text.library.get_added_tokens_decoder().values()}
         return cls(text, template, choose(source, added, model_type_of(Path(path)), parsers))
 
@@ -111,7 +111,7 @@ class ChatTokenizer:
     async def encode_chat(
         self,
         messages: Sequence[ChatMessage],
-        fields: ConversingFields,
+        fields: ConversationFields,
         length: int,
         *,
         add_special_tokens: bool = False,

@@ -10,15 +10,15 @@ from pydantic import ConfigDict
 from cluster.api.core import constraints, fields
 from cluster.api.core.content import Strict
 from cluster.api.core.errors import ApiError, path_of, shown
-from cluster.api.core.fields import Table
-from cluster.api.core.penalties import AdjustingFields
+from cluster.api.core.fields import FieldTable
+from cluster.api.core.penalties import PenaltyFields
 from cluster.api.core.protocol import ChatRequest
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids", "ignore_eos")
 OTHERS = ("stop", "include_stop_str_in_output", "routed_dp_rank", "request_id", "cache_salt")
 CHATS = ("chat_template_kwargs", "include_reasoning", "separate_reasoning")
 FORMS = ("structured_outputs", *constraints.FIELDS)
-EXTENSIONS = frozenset({*AdjustingFields.model_fields, *FORMS, *SAMPLING, *OTHERS, *CHATS})
+EXTENSIONS = frozenset({*PenaltyFields.model_fields, *FORMS, *SAMPLING, *OTHERS, *CHATS})
 """Fields of a chat request that every API takes under the same name, with the same meaning and the same errors."""
 
 
@@ -96,7 +96,9 @@ def translation(chat: Mapping[str, Any], origins: Origins) -> Translated:
     return Translated(read, origins)
 
 
-def table_of(harmless: Collection[str], refused: Mapping[str, tuple[Any, ...]], remedies: Mapping[str, str]) -> Table:
+def table_of(
+    harmless: Collection[str], refused: Mapping[str, tuple[Any, ...]], remedies: Mapping[str, str]
+) -> FieldTable:
     """The table of an API beside its own fields. What only the other endpoints take is refused here, never ignored."""
     elsewhere: dict[str, tuple[Any, ...]] = {}
     for name, field in ChatRequest.model_fields.items():
@@ -104,7 +106,7 @@ def table_of(harmless: Collection[str], refused: Mapping[str, tuple[Any, ...]], 
         plain = isinstance(default, bool | int | str | list)
         elsewhere[name] = (default,) if plain and not field.is_required() else ()
     both = {**elsewhere, **fields.REFUSED, **refused}
-    return Table(
+    return FieldTable(
         frozenset({*fields.HARMLESS, *harmless}),
         {name: values for name, values in both.items() if name in refused or name not in harmless},
         {**{name: fields.REMEDIES[name] for name in fields.REFUSED if name in fields.REMEDIES}, **remedies},

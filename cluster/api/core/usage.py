@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-from cluster.api.core.choices import Choice
+from cluster.api.core.choices import OutputSequence
 from cluster.request import SpeculationCounts
 
 
-def usage_so_far(choice: Choice) -> dict[str, int]:
+def usage_so_far(choice: OutputSequence) -> dict[str, int]:
     """The usage of one sequence up to now, as `continuous_usage_stats` has it."""
     return {
         "prompt_tokens": choice.prompt_tokens,
@@ -16,7 +16,7 @@ def usage_so_far(choice: Choice) -> dict[str, int]:
     }
 
 
-def usage(choices: Sequence[Choice]) -> dict[str, Any]:
+def usage(choices: Sequence[OutputSequence]) -> dict[str, Any]:
     """The usage of a whole call in tokens. A prompt counts once, however many choices it has.
 
     Completion tokens include the one that ended a sequence. Prediction tokens are the draft's: verified nodes other
@@ -40,7 +40,7 @@ def usage(choices: Sequence[Choice]) -> dict[str, Any]:
     }
 
 
-def speculation_metrics(choices: Sequence[Choice]) -> dict[str, Any] | None:
+def speculation_metrics(choices: Sequence[OutputSequence]) -> dict[str, Any] | None:
     """`metrics` of an answer with one sequence, in vLLM's shape, which AIPerf reads; None without speculation.
 
     `acceptance_histogram[j]` counts steps that accepted j draft tokens; its length is `num_spec_tokens + 1`.

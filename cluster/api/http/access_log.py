@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.api.core.choices import Choice
+from cluster.api.core.choices import OutputSequence
 from cluster.api.core.errors import CLIENT_GONE
 from cluster.api.core.service import Service
 from cluster.api.core.usage import usage
@@ -24,7 +24,7 @@ NOTED = "aerie.choices"
 SHOWN = 200  # characters of a path
 
 
-def note(scope: Scope, call_id: str, choices: Sequence[Choice]) -> None:
+def note(scope: Scope, call_id: str, choices: Sequence[OutputSequence]) -> None:
     """Attach a parsed call's id and sequences to its scope, for the access log."""
     request_id.set(call_id)
     scope[NOTED] = choices
@@ -92,7 +92,7 @@ def _fields(scope: Scope, status: int, whole: bool, arrived: float) -> dict[str,
     fields: dict[str, Any] = {"status": status or CLIENT_GONE}
     if (key := key_of(scope)) is not None:
         fields["key"] = key.name
-    choices: Sequence[Choice] = scope.get(NOTED, ())
+    choices: Sequence[OutputSequence] = scope.get(NOTED, ())
     timers = [choice.timer for choice in choices if choice.timer is not None]
     if choices:
         used = usage(choices)

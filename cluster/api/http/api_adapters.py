@@ -9,10 +9,10 @@ from cluster.api.anthropic.request import CountRequest, MessagesRequest
 from cluster.api.anthropic.shape import MessageShape
 from cluster.api.core.content import unread
 from cluster.api.core.protocol import ChatRequest, CompletionRequest, TokenizeRequest
-from cluster.api.core.service import Limits, Served
+from cluster.api.core.service import RequestLimits, Served
 from cluster.api.core.tools import left_out_warnings
 from cluster.api.core.translated import Origins
-from cluster.api.openai.answers import Answering, AnswerShape, ChatShape, CompletionShape
+from cluster.api.openai.answers import AnswerContext, AnswerShape, ChatShape, CompletionShape
 from cluster.api.openai.responses.request import ResponseRequest
 from cluster.api.openai.responses.shape import ResponseShape
 from cluster.chat.formats.choose import NONE
@@ -21,7 +21,7 @@ F = TypeVar("F", CompletionRequest, ChatRequest, TokenizeRequest)
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CoreRequest:
     """A body as a request of the core, with warnings about its fields.
 
     `shape` makes the shape of the answer, whose id begins with `prefix` and is in the header `id_header` too, if that
@@ -31,16 +31,16 @@ class Asked:
     fields: CompletionRequest | ChatRequest
     warnings: list[str]
     prefix: str
-    shape: Callable[[Answering], AnswerShape]
+    shape: Callable[[AnswerContext], AnswerShape]
     origins: Origins = field(default_factory=lambda: Origins({}))
     id_header: str = ""
 
 
-Reader = Callable[[Served, Limits, Mapping[str, Any]], Asked]
+Reader = Callable[[Served, RequestLimits, Mapping[str, Any]], CoreRequest]
 """Reads the body of one API. Raises ApiError: it cannot be served; the field at fault is named."""
 
 
-def checked(service: Served, limits: Limits, kind: type[F], body: Mapping[str, Any]) -> tuple[F, list[str]]:
+def checked(service: Served, limits: RequestLimits, kind: type[F], body: Mapping[str, Any]) -> tuple[F, list[str]]:
     """The request in a JSON body, within the limits, and warnings about unknown fields.
 
     Raises:
@@ -55,19 +55,19 @@ def checked(service: Served, limits: Limits, kind: type[F], body: Mapping[str, A
     return fields.filled(service.model.sampling), warnings
 
 
-def asked_text(service: Served, limits: Limits, body: Mapping[str, Any]) -> Asked:
+def asked_text(service: Served, limits: RequestLimits, body: Mapping[str, Any]) -> CoreRequest:
     """What a body of /v1/completions asks for."""
     fields, warnings = checked(service, limits, CompletionRequest, body)
-    return Asked(fields, warnings, "cmpl-", lambda about: CompletionShape(*about))
+    return CoreRequest(fields, warnings, "cmpl-", lambda about: CompletionShape(*about))
 
 
-def asked_chat(service: Served, limits: Limits, body: Mapping[str, Any]) -> Asked:
+def asked_chat(service: Served, limits: RequestLimits, body: Mapping[str, Any]) -> CoreRequest:
     """What a body of /v1/chat/completions asks for."""
     fields, warnings = checked(service, limits, ChatRequest, body)
-    return Asked(fields, warnings, "chatcmpl-", lambda about: ChatShape(*about))
+    return CoreRequest(fields, warnings, "chatcmpl-", lambda about: ChatShape(*about))
 
 
-def asked_response(service: Served, limits: Limits, body: Mapping[str, Any]) -> Asked:
+def asked_response(service: Served, limits: RequestLimits, body: Mapping[str, Any]) -> CoreRequest:
     """What a body of /v1/responses asks for."""
     request, warnings = ResponseRequest.read(body)
     chat, origins = request.translated()
@@ -76,12 +76,12 @@ def asked_response(service: Served, limits: Limits, body: Mapping[str, Any]) -> 
     chat = chat.filled(service.model.sampling)
     shape = partial(ResponseShape, request, chat.temperature, chat.top_p)
     warnings += [*map(origins.reworded, left_out_warnings(chat.tools)), *request.said_beside()]
-    return Asked(chat, warnings, "resp_", shape, origins)
+    return CoreRequest(chat, warnings, "resp_", shape, origins)
 
 
 def asked_message(
-    service: Served, limits: Limits, body: Mapping[str, Any], kind: type[CountRequest] = MessagesRequest
-) -> Asked:
+    service: Served, limits: RequestLimits, body: Mapping[str, Any], kind: type[CountRequest] = MessagesRequest
+) -> CoreRequest:
     """What a body of /v1/messages, or of another `kind`, asks for."""
     request, warnings = kind.read(body)
     chat, origins = request.translated()
@@ -90,4 +90,4 @@ def asked_message(
     chat = chat.filled(service.model.sampling)
     thinks = service.tokenizer is not None and service.tokenizer.chosen.thought != NONE
     warnings += [*map(origins.reworded, left_out_warnings(chat.tools)), *request.said_beside(thinks)]
-    return Asked(chat, warnings, "msg_", MessageShape, origins, "request-id")
+    return CoreRequest(chat, warnings, "msg_", MessageShape, origins, "request-id")

@@ -11,41 +11,43 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
 from cluster.api.core.api_keys import cache_salt
-from cluster.api.core.body import Intake
-from cluster.api.core.chat_format import Chat, chat_of
-from cluster.api.core.choices import Choice, Delta, run
+from cluster.api.core.body import BodyReader
+from cluster.api.core.chat_format import ChatOutput, chat_of
+from cluster.api.core.choices import Delta, OutputSequence, run
 from cluster.api.core.echo import text_of as text_of_prompt
 from cluster.api.core.errors import ApiError, overloaded, shown
 from cluster.api.core.fields import warning_headers
 from cluster.api.core.offload import off_loop
 from cluster.api.core.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, check_model
-from cluster.api.core.service import Limits, Served, Service
+from cluster.api.core.service import RequestLimits, Served, Service
 from cluster.api.core.stream import EventStream, json_bytes, until_client_leaves
 from cluster.api.core.tokenizer import Encoded
 from cluster.api.http import access_log
-from cluster.api.http.api_adapters import Asked, Reader
+from cluster.api.http.api_adapters import CoreRequest, Reader
 from cluster.api.http.guard import key_of
-from cluster.api.openai.answers import Answering, AnswerShape, Extras
+from cluster.api.openai.answers import AnswerContext, AnswerShape, Extras
 from cluster.request import Request
 from cluster.tokenizer.tokenizer import StoppedText
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class GenerateCall:
     """A parsed call: its id, its sequences, the shape of its answer, headers with warnings.
 
     `scores` is how many log-probabilities of prompts the answer holds: where many, it is written off the event loop.
     """
 
     call_id: str
-    choices: list[Choice]
+    choices: list[OutputSequence]
     shape: AnswerShape
     stream: bool
     headers: dict[str, str]
     scores: int = 0
 
 
-async def answer(service: Service, limits: Limits, intake: Intake, request: HttpRequest, read: Reader) -> Response:
+async def answer(
+    service: Service, limits: RequestLimits, intake: BodyReader, request: HttpRequest, read: Reader
+) -> Response:
     """Answer a generating route, whose bodies `read` understands."""
     arrived = time.perf_counter()
     try:
@@ -72,7 +74,7 @@ async def answer(service: Service, limits: Limits, intake: Intake, request: Http
     return Response(whole, media_type="application/json", headers=call.headers)
 
 
-async def _streamed(request: HttpRequest, call: Call, deltas: AsyncGenerator[Delta, None]) -> Response:
+async def _streamed(request: HttpRequest, call: GenerateCall, deltas: AsyncGenerator[Delta, None]) -> Response:
     """The stream, once its first tokens are there: until then a refusal can still have its own HTTP status."""
     try:
         first = await until_client_leaves(request.receive, _first(deltas))
@@ -101,7 +103,9 @@ async def _all(deltas: AsyncGenerator[Delta, None]) -> list[Delta]:
     return [delta async for delta in deltas]
 
 
-async def understand(service: Served, limits: Limits, asked: Asked, length: int, salt: int = 0) -> Call:
+async def understand(
+    service: Served, limits: RequestLimits, asked: CoreRequest, length: int, salt: int = 0
+) -> GenerateCall:
     """Turn the prompts of a request into tokens, and give every sequence its settings, its seed and its cache's `salt`.
     Where the body is long (`length` bytes), the work is done off the event loop.
 
@@ -113,7 +117,7 @@ async def understand(service: Served, limits: Limits, asked: Asked, length: int,
     for field in ("stop", "bad_words"):
         if getattr(fields, field) and tokenizer is None:
             raise _needs_tokenizer(field)
-    chat, warnings = Chat(), list(asked.warnings)
+    chat, warnings = ChatOutput(), list(asked.warnings)
     if isinstance(fields, ChatRequest):
         room = None if fields.truncate_prompt_tokens else model.room
         encoded = await _encoded(service, fields, length, fields.add_special_tokens, room)
@@ -136,8 +140,8 @@ async def understand(service: Served, limits: Limits, asked: Asked, length: int,
     call_id = asked.prefix + (fields.request_id or unique)
     sequence_id = f"{call_id}-{unique[:8]}" if fields.request_id else call_id  # a client may repeat its ids
 
-    def make_choices() -> list[Choice]:
-        choices: list[Choice] = []
+    def make_choices() -> list[OutputSequence]:
+        choices: list[OutputSequence] = []
         adjustments = fields.adjustments(None if tokenizer is None else tokenizer.text, model.vocab_size)
         for at, ids in enumerate(prompts):
             if not ids:
@@ -153,15 +157,17 @@ async def understand(service: Served, limits: Limits, asked: Asked, length: int,
                     own = replace(own, prompt_logprobs=None)
                 index = len(choices)
                 sequence = Request(f"{sequence_id}-{index}", ids, own, 0, fields.routed_dp_rank, salt)
-                choices.append(Choice(index, at, sequence, text, fields.include_stop_str_in_output, chat.reader()))
+                choices.append(
+                    OutputSequence(index, at, sequence, text, fields.include_stop_str_in_output, chat.reader())
+                )
         return choices
 
     choices = await off_loop(length, make_choices)
     extras = _extras(fields, echoes)
     words = None if tokenizer is None else tokenizer.text
-    shape = asked.shape(Answering(call_id, int(time.time()), model.model_id, choices, words, extras))
+    shape = asked.shape(AnswerContext(call_id, int(time.time()), model.model_id, choices, words, extras))
     headers = warning_headers(warnings) | ({asked.id_header: call_id} if asked.id_header else {})
-    return Call(call_id, choices, shape, fields.stream, headers, scores)
+    return GenerateCall(call_id, choices, shape, fields.stream, headers, scores)
 
 
 def _extras(fields: CompletionRequest | ChatRequest, echoes: tuple[str, ...]) -> Extras:
@@ -193,7 +199,7 @@ def _echoes(
     return tuple(texts)
 
 
-def _scores(fields: CompletionRequest | ChatRequest, prompts: list[tuple[int, ...]], limits: Limits) -> int:
+def _scores(fields: CompletionRequest | ChatRequest, prompts: list[tuple[int, ...]], limits: RequestLimits) -> int:
     """How many log-probabilities of prompts an answer holds.
 
     Raises:
@@ -241,7 +247,7 @@ async def tokens_of(service: Service, fields: TokenizeRequest, length: int) -> t
     return tuple(await service.tokenizer.encode(fields.prompt, fields.special, length))
 
 
-async def count_of(service: Service, asked: Asked, length: int) -> int:
+async def count_of(service: Service, asked: CoreRequest, length: int) -> int:
     """How many tokens the prompt of a conversation has; the body has `length` bytes.
 
     Raises:
@@ -272,7 +278,9 @@ def _check_ids(ids: Sequence[int], vocab: int, param: str) -> None:
         raise ApiError(message, param=param, code="invalid_value")
 
 
-async def _prompt_ids(service: Served, limits: Limits, fields: CompletionRequest, length: int) -> list[tuple[int, ...]]:
+async def _prompt_ids(
+    service: Served, limits: RequestLimits, fields: CompletionRequest, length: int
+) -> list[tuple[int, ...]]:
     prompts = fields.prompt
     if len(prompts) * fields.samples > limits.sequences:
         many = "n" if fields.samples == fields.n else "best_of"

@@ -11,7 +11,7 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as Call
 
-from cluster.api.core.api_keys import OPEN, PAGE, Key, Keys, Scope
+from cluster.api.core.api_keys import OPEN, PAGE, ApiKey, ApiKeys, Scope
 from cluster.api.core.errors import ApiError
 from cluster.api.http.error_envelopes import envelope_of
 
@@ -42,9 +42,9 @@ KEY, ANONYMOUS = "aerie.key", "aerie.anonymous"
 POLICY_VIOLATION = 1008  # the close code of a refused websocket
 
 
-def key_of(call: Call) -> Key | None:
+def key_of(call: Call) -> ApiKey | None:
     """The key with which a call came; None where the server has no keys."""
-    key: Key | None = call.get(KEY)
+    key: ApiKey | None = call.get(KEY)
     return key
 
 
@@ -56,7 +56,7 @@ def is_anonymous(call: Call) -> bool:
 class Guard:
     """ASGI middleware that denies what no key allows."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, routes: Sequence[BaseRoute]) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, routes: Sequence[BaseRoute]) -> None:
         """`routes` are those of the app, which may still grow."""
         self._app, self._keys, self._routes = app, keys, routes
 

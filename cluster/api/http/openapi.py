@@ -15,7 +15,7 @@ from cluster.api.core.body import MAX_KEYS
 from cluster.api.core.content import ROLES, Strict
 from cluster.api.core.fields import REFUSED, REMEDIES
 from cluster.api.core.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from cluster.api.core.service import Limits
+from cluster.api.core.service import RequestLimits
 from cluster.api.core.translated import TranslatedBody
 
 BODIES: tuple[type[Strict], ...] = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
@@ -73,7 +73,7 @@ def body_of(fields: type[Strict]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content}}
 
 
-def describe(app: FastAPI, limits: Limits, others: Sequence[OtherApi] = ()) -> None:
+def describe(app: FastAPI, limits: RequestLimits, others: Sequence[OtherApi] = ()) -> None:
     """Have /openapi.json describe what the routes really accept and answer."""
 
     def document() -> dict[str, Any]:
@@ -90,7 +90,7 @@ def describe(app: FastAPI, limits: Limits, others: Sequence[OtherApi] = ()) -> N
     app.openapi = document  # type: ignore[method-assign]
 
 
-def schemas(limits: Limits, others: Sequence[OtherApi] = ()) -> dict[str, Any]:
+def schemas(limits: RequestLimits, others: Sequence[OtherApi] = ()) -> dict[str, Any]:
     """The schemas of all bodies and of an error; a body that the routes or `limits` refuse does not match them."""
     translated = [fields for other in others for fields in other.bodies]
     _, found = models_json_schema([(fields, "validation") for fields in (*BODIES, *translated)], ref_template=PLACE)
@@ -132,7 +132,7 @@ def schemas(limits: Limits, others: Sequence[OtherApi] = ()) -> dict[str, Any]:
 
 
 def _say_translated(
-    schema: dict[str, Any], fields: type[TranslatedBody], chat: Mapping[str, Any], limits: Limits
+    schema: dict[str, Any], fields: type[TranslatedBody], chat: Mapping[str, Any], limits: RequestLimits
 ) -> None:
     """Add to a body of another API the fields that it shares with a chat request, and those that it refuses."""
     of, table = schema["properties"], fields.table
@@ -146,11 +146,11 @@ def _say_translated(
         of["top_logprobs"]["maximum"] = limits.logprobs
 
 
-def _stop(limits: Limits) -> dict[str, Any]:
+def _stop(limits: RequestLimits) -> dict[str, Any]:
     return {"type": "string", "minLength": 1, "maxLength": limits.stop_characters}
 
 
-def _say_prompt(prompt: dict[str, Any], limits: Limits) -> None:
+def _say_prompt(prompt: dict[str, Any], limits: RequestLimits) -> None:
     for choice in prompt["anyOf"]:
         if choice["type"] == "string":
             choice["minLength"] = 1

@@ -16,13 +16,13 @@ from cluster.actors.messages import GangStatus
 from cluster.api.anthropic.errors import ENVELOPE
 from cluster.api.anthropic.request import CountRequest, MessagesRequest
 from cluster.api.core import errors
-from cluster.api.core.api_keys import PAGE, Keys
-from cluster.api.core.body import Intake
+from cluster.api.core.api_keys import PAGE, ApiKeys
+from cluster.api.core.body import BodyReader
 from cluster.api.core.errors import RESTART_S, ApiError, shown, unavailable
 from cluster.api.core.fields import WARNING_HEADER, warning_headers
 from cluster.api.core.offload import off_loop
 from cluster.api.core.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, check_model
-from cluster.api.core.service import Limits, Service
+from cluster.api.core.service import RequestLimits, Service
 from cluster.api.core.stream import json_bytes
 from cluster.api.http import calls
 from cluster.api.http.access_log import AccessLog
@@ -37,7 +37,7 @@ from cluster.api.http.server_info import facts_of
 from cluster.api.http.server_state import state_of
 from cluster.api.openai.responses.request import ResponseRequest
 from cluster.api.page import SlashBehindPrefix, add_page
-from cluster.chat.formats.choose import Chosen
+from cluster.chat.formats.choose import ChosenFormat
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +50,9 @@ OTHER_APIS = (
 
 def make_app(
     service: Service,
-    limits: Limits | None = None,
+    limits: RequestLimits | None = None,
     drain: Drain | None = None,
-    keys: Keys | None = None,
+    keys: ApiKeys | None = None,
     origins: Sequence[str] = (),
     page: bool = True,
 ) -> FastAPI:
@@ -60,10 +60,10 @@ def make_app(
     the model; `drain` tells when to refuse calls. Without `keys` everyone may ask for everything. Pages of the
     `origins` may ask from a browser. With `page` there is one at /.
     """
-    limits = limits or Limits.of(service.model.context_length)
+    limits = limits or RequestLimits.of(service.model.context_length)
     app = FastAPI(title="Aerie", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     errors.install(app, envelope_of)
-    intake = Intake(limits)
+    intake = BodyReader(limits)
     _add_generation(app, service, limits, intake)
     _add_other_apis(app, service, limits, intake)
     _add_tokens(app, service, limits, intake)
@@ -91,7 +91,7 @@ def make_app(
     return app
 
 
-def _add_generation(app: FastAPI, service: Service, limits: Limits, intake: Intake) -> None:
+def _add_generation(app: FastAPI, service: Service, limits: RequestLimits, intake: BodyReader) -> None:
     @app.post("/v1/completions", openapi_extra=body_of(CompletionRequest))
     async def completions(request: Request) -> Response:
         """Continue prompts."""
@@ -103,7 +103,7 @@ def _add_generation(app: FastAPI, service: Service, limits: Limits, intake: Inta
         return await calls.answer(service, limits, intake, request, asked_chat)
 
 
-def _add_other_apis(app: FastAPI, service: Service, limits: Limits, intake: Intake) -> None:
+def _add_other_apis(app: FastAPI, service: Service, limits: RequestLimits, intake: BodyReader) -> None:
     @app.post("/v1/responses", openapi_extra=body_of(ResponseRequest))
     async def responses(request: Request) -> Response:
         """Answer a conversation, in OpenAI's newer form; nothing is stored."""
@@ -139,7 +139,7 @@ def _add_other_apis(app: FastAPI, service: Service, limits: Limits, intake: Inta
         return _json({"input_tokens": count}, asked.warnings)
 
 
-def _add_tokens(app: FastAPI, service: Service, limits: Limits, intake: Intake) -> None:
+def _add_tokens(app: FastAPI, service: Service, limits: RequestLimits, intake: BodyReader) -> None:
     @app.post("/tokenize", openapi_extra=body_of(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         """Token ids of a prompt or a conversation."""
@@ -158,7 +158,7 @@ def _add_tokens(app: FastAPI, service: Service, limits: Limits, intake: Intake) 
             return await off_loop(len(text), lambda: _json({"prompt": text}, warnings))
 
 
-def _add_facts(app: FastAPI, service: Service, limits: Limits) -> None:
+def _add_facts(app: FastAPI, service: Service, limits: RequestLimits) -> None:
     @app.get("/v1/models")
     async def models() -> Response:
         """The models that are served: one."""
@@ -185,7 +185,7 @@ def _add_facts(app: FastAPI, service: Service, limits: Limits) -> None:
     @app.get("/server_info")
     async def server_info() -> Response:
         """The resolved settings and the counters of every rank."""
-        chosen = Chosen(None) if service.tokenizer is None else service.tokenizer.chosen
+        chosen = ChosenFormat(None) if service.tokenizer is None else service.tokenizer.chosen
         return _json(facts_of(service.model, limits, await _status(service), chosen))
 
     @app.get("/metrics")

@@ -5,11 +5,11 @@ from typing import Any
 
 from cluster import __version__
 from cluster.actors.messages import GangStatus
-from cluster.api.core.service import Limits, ModelInfo
-from cluster.chat.formats.choose import Chosen
+from cluster.api.core.service import ModelInfo, RequestLimits
+from cluster.chat.formats.choose import ChosenFormat
 
 
-def facts_of(model: ModelInfo, limits: Limits, status: GangStatus, chosen: Chosen) -> dict[str, Any]:
+def facts_of(model: ModelInfo, limits: RequestLimits, status: GangStatus, chosen: ChosenFormat) -> dict[str, Any]:
     """The facts that the gang reports; accept lengths also stand where SGLang's benchmark looks for them. `chosen` is
     the format of answers in a chat.
     """
@@ -25,7 +25,7 @@ def facts_of(model: ModelInfo, limits: Limits, status: GangStatus, chosen: Chose
         "running": status.running,
         "tool_call_parser": chosen.calls,
         "reasoning_parser": chosen.thought,
-        "limits": {name: getattr(limits, name) for name in Limits.__slots__},
+        "limits": {name: getattr(limits, name) for name in RequestLimits.__slots__},
         **(status.ranks[0].described() if status.ranks else {}),
         **history.pop("decided"),
         **history,

@@ -4,7 +4,7 @@ import logging
 import sys
 import threading
 
-from cluster.observability.logs import Follower, level_and_logger
+from cluster.observability.logs import LogFollower, level_and_logger
 
 POLL_S = 0.3
 OWN = "cluster.api.launch.serve"  # prints its own lines itself
@@ -15,7 +15,7 @@ class Console:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._follower = Follower(path)
+        self._follower = LogFollower(path)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="console", daemon=True)
         self._thread.start()

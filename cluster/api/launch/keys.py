@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import get_args
 
-from cluster.api.core.api_keys import NAME, Key, Scope, digest_of, parse, read
+from cluster.api.core.api_keys import NAME, ApiKey, Scope, digest_of, parse, read
 from cluster.config import ConfigError
 
 PREFIX = "sk-aerie-"  # by which people and scanners for leaked secrets know a key
@@ -71,7 +71,7 @@ def create(file: Path, name: str, scope: Scope) -> str:
         if any(key.name == name for key in parse(text, str(file))):
             raise ConfigError(f"{file} has a key {name!r} already; remove it, or choose another name")
         begun = f"{text}\n" if text and not text.endswith("\n") else text
-        return begun + Key(name, scope, digest_of(token.encode())).line()
+        return begun + ApiKey(name, scope, digest_of(token.encode())).line()
 
     _rewrite(file, added)
     return token

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from cluster.api.core.api_keys import Keys, check_reach
+from cluster.api.core.api_keys import ApiKeys, check_reach
 from cluster.api.launch.overlay import Override, lay_over, llm_entry
 from cluster.api.serve.model_sources import pinned
 from cluster.api.serve.settings import AppSettings, parse, read_yaml, resolve_engine_paths, resolve_path
@@ -65,7 +65,7 @@ class ServePlan:
     file: ServeFile
     settings: AppSettings
     engine: EngineConfig
-    keys: Keys | None
+    keys: ApiKeys | None
     left_behind: str = ""  # a note for the user: the config's draft is unused, as another model is served
 
     @property
@@ -140,7 +140,7 @@ def make_plan(config: str | None, overrides: Sequence[Override], model: str | No
         if draft is not None and not any((Path(draft) / name).is_file() for name in ("config.json", "params.json")):
             raise ConfigError(f"speculative_draft_model_path {draft!r} has no config.json; give the folder of a draft")
         check_models(seen)
-    keys = Keys.load(settings.api_keys_file)
+    keys = ApiKeys.load(settings.api_keys_file)
     check_reach(file.http_options.host, keys, settings.allow_unauthenticated)
     return ServePlan(file, settings, engine, keys, left_behind)
 

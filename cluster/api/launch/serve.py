@@ -51,7 +51,7 @@ class StartError(RuntimeError):
     """The application did not come up; the message is for the terminal."""
 
 
-class Phases:
+class StartPhases:
     """Measures how long each part of the start takes."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _serve(args: argparse.Namespace, signals: StopSignals) -> int:
-    phases = Phases()
+    phases = StartPhases()
     address = args.address or os.environ.get("RAY_ADDRESS")
     plan = make_plan(args.config, flags.overrides_of(args), flags.model_of(args))
     if plan.left_behind:
@@ -218,7 +218,7 @@ def _connect(cluster: LocalRay | None, address: str | None) -> None:
         raise ConfigError(f"no Ray cluster answers at {address!r} (--address or RAY_ADDRESS): {error}") from None
 
 
-def _deploy(plan: ServePlan, importing: "Future[Any]", phases: Phases, signals: StopSignals) -> None:
+def _deploy(plan: ServePlan, importing: "Future[Any]", phases: StartPhases, signals: StopSignals) -> None:
     """Start Serve and hand it the application, without waiting for the model.
 
     Raises:

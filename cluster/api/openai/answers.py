@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Protocol
 
-from cluster.api.core.choices import Choice, Delta, joined
+from cluster.api.core.choices import Delta, OutputSequence, joined
 from cluster.api.core.echo import offsets
 from cluster.api.core.errors import ApiError
 from cluster.api.core.stream import ALIVE, DONE
 from cluster.api.core.stream import event as framed
 from cluster.api.core.usage import speculation_metrics, usage, usage_so_far
-from cluster.chat.events import Arguments, CallBegun, Event, Said, Thought
+from cluster.chat.events import CallArguments, CallBegun, Event, ReasoningPiece, TextPiece
 from cluster.request import StepTree, TokenLogprob
 from cluster.tokenizer.tokenizer import TextTokenizer
 
@@ -38,13 +38,13 @@ class Extras:
     best: int | None = None
 
 
-class Answering(NamedTuple):
+class AnswerContext(NamedTuple):
     """What an answer is written about. `created` is Unix seconds."""
 
     call_id: str
     created: int
     model: str
-    choices: Sequence[Choice]
+    choices: Sequence[OutputSequence]
     tokenizer: TextTokenizer | None
     extras: Extras
 
@@ -74,7 +74,7 @@ class AnswerShape(Protocol):
         ...
 
 
-class Shape:
+class OpenAIShape:
     """What answers to completions and chats share: id, time, model and usage. It remembers which sequences began."""
 
     alive = ALIVE
@@ -86,7 +86,7 @@ class Shape:
         call_id: str,
         created: int,
         model: str,
-        choices: Sequence[Choice],
+        choices: Sequence[OutputSequence],
         tokenizer: TextTokenizer | None,
         extras: Extras,
     ) -> None:
@@ -162,7 +162,7 @@ class Shape:
             chunk["metrics"] = metrics
         return chunk
 
-    def _chunk(self, pieces: list[dict[str, Any]], choice: Choice | None) -> dict[str, Any]:
+    def _chunk(self, pieces: list[dict[str, Any]], choice: OutputSequence | None) -> dict[str, Any]:
         chunk: dict[str, Any] = {"object": self.object_of_chunk, **self._head, "choices": pieces}
         if self._extras.usage_in_chunks and choice:
             chunk["usage"] = usage_so_far(choice)
@@ -226,7 +226,7 @@ class Shape:
         raise NotImplementedError
 
 
-class CompletionShape(Shape):
+class CompletionShape(OpenAIShape):
     """`text_completion`, in both the body and the chunks."""
 
     object_of_body = object_of_chunk = "text_completion"
@@ -283,7 +283,7 @@ class CompletionShape(Shape):
         return b"" if hidden else self._token(token_id)[1]
 
 
-class ChatShape(Shape):
+class ChatShape(OpenAIShape):
     """`chat.completion`, and `chat.completion.chunk` whose first chunk names the role."""
 
     object_of_body = "chat.completion"
@@ -316,8 +316,10 @@ class ChatShape(Shape):
 
     def _said(self, events: Sequence[Event]) -> dict[str, Any]:
         """What events say, in the fields of a message; only those that there are."""
-        said = "".join(event.text for event in events if isinstance(event, Said))
-        thought = "".join(event.text for event in events if isinstance(event, Thought)) if self._extras.thought else ""
+        said = "".join(event.text for event in events if isinstance(event, TextPiece))
+        thought = (
+            "".join(event.text for event in events if isinstance(event, ReasoningPiece)) if self._extras.thought else ""
+        )
         fields: dict[str, Any] = {"content": said} if said else {}
         if thought:  # under the names of SGLang and older vLLM, and of newer vLLM
             fields |= {"reasoning_content": thought, "reasoning": thought}
@@ -327,7 +329,7 @@ class ChatShape(Shape):
                 kind, given = ("custom", "input") if event.custom else ("function", "arguments")
                 called = {"name": event.name, given: ""}
                 calls[event.call] = {"index": event.call, "id": event.call_id, "type": kind, kind: called}
-            elif isinstance(event, Arguments):
+            elif isinstance(event, CallArguments):
                 # Where a call was begun in an earlier delta, it is a function's: of a custom tool both come together.
                 call = calls.setdefault(event.call, {"index": event.call, "function": {"arguments": ""}})
                 if "custom" in call:

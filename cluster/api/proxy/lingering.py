@@ -23,7 +23,7 @@ class Lingering:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        rest = _Rest(receive)
+        rest = _UnreadBody(receive)
 
         async def sending(message: Message) -> None:
             last = message["type"] == "http.response.body" and not message.get("more_body", False)
@@ -37,7 +37,7 @@ class Lingering:
         await self._app(scope, rest.receive, sending)
 
 
-class _Rest:
+class _UnreadBody:
     """What of a request's body has not come yet."""
 
     def __init__(self, receive: Receive) -> None:

@@ -26,7 +26,7 @@ from cluster.api.proxy import serve_limits
 from cluster.api.proxy.lingering import Lingering
 from cluster.api.proxy.refusals import Refusals
 from cluster.api.proxy.serve_limits import Met
-from cluster.api.proxy.throttle import Turns
+from cluster.api.proxy.throttle import Throttle
 
 CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 IMPORT_PATH = "cluster.api.proxy:middlewares"
@@ -92,7 +92,7 @@ class WholeRequests:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._turns = Turns()
+        self._turns = Throttle()
         self._held = 0
         self._refusals = Refusals(self._turns.interrupt)
 
@@ -116,7 +116,7 @@ class WholeRequests:
         if await self._refused(scope, send):
             return
         length = len(body)
-        rest = _Rest({"type": "http.request", "body": bytes(body), "more_body": more}, receive)
+        rest = _RequestRest({"type": "http.request", "body": bytes(body), "more_body": more}, receive)
         body.clear()  # it is not kept for as long as the answer takes
         try:
             while not await self._turns.wait():
@@ -138,7 +138,7 @@ class WholeRequests:
         return True
 
     def _accounting(self, send: Send) -> Send:
-        """The `send` of a request that begins: tells `Turns` if it gets an error."""
+        """The `send` of a request that begins: tells `Throttle` if it gets an error."""
 
         async def account(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] >= 400:
@@ -163,7 +163,7 @@ class WholeRequests:
         return True
 
 
-class _Rest:
+class _RequestRest:
     """The messages of a request for the app: first the body as gathered, then what the client sends after it."""
 
     def __init__(self, first: Message, receive: Receive) -> None:

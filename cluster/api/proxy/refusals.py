@@ -29,7 +29,7 @@ def held_s(wait_s: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class RepeatedRefusal:
     """What one replica answered, and until when that holds."""
 
     until: float
@@ -49,11 +49,11 @@ class Refusals:
         """`learnt` is called whenever a refusal begins to hold."""
         self._learnt = learnt
         self._clock = clock
-        self._said: dict[str, dict[str, Refusal]] = {}
+        self._said: dict[str, dict[str, RepeatedRefusal]] = {}
         self._replicas: dict[str, int] = {}
         self._repeated: dict[str, int] = {}
 
-    def standing(self, scope: Scope) -> Refusal | None:
+    def standing(self, scope: Scope) -> RepeatedRefusal | None:
         """The refusal to answer with, counted as a repeat; None where a replica may have room, and for pages in a
         browser, which may read no answer without the headers that a replica gives it.
         """
@@ -106,12 +106,12 @@ class Refusals:
         except ValueError:  # a header of another version: the client gets the answer, and it is not repeated
             return
         kept = [pair for pair in headers if pair[0].lower() in KEPT]
-        self._said.setdefault(path, {})[replica] = Refusal(until, kept, body)
+        self._said.setdefault(path, {})[replica] = RepeatedRefusal(until, kept, body)
         self._replicas[path] = count
         self._learnt()
 
 
-class TellsProxy:
+class AnnounceRefusals:
     """The replica's half, as ASGI middleware: completes the header `FULL`, and counts what the proxy repeated."""
 
     def __init__(self, app: ASGIApp, replica: str, replicas: int | None, count: Callable[[str, int], None]) -> None:

@@ -51,7 +51,7 @@ class Cores:
         return sum(ticks[3:5]), sum(ticks)  # idle, and idle while a disk is waited for
 
 
-class Turns:
+class Throttle:
     """Who begins next, in the order of arrival. Wait for a turn, then `charge` it if the request really begins."""
 
     def __init__(self, cores: Cores | None = None) -> None:

@@ -20,14 +20,14 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.context import _get_global_client
 
-from cluster.actors.coalesced_call import Shared
+from cluster.actors.coalesced_call import CoalescedCall
 from cluster.actors.messages import EngineClient, GangStatus
 from cluster.actors.process_settings import settle
 from cluster.actors.shard import FACTORY
-from cluster.api.core.api_keys import Keys, check_reach
+from cluster.api.core.api_keys import ApiKeys, check_reach
 from cluster.api.http.drain import Drain, when_leaving
 from cluster.api.proxy.middleware import stands_before_serve
-from cluster.api.proxy.refusals import TellsProxy
+from cluster.api.proxy.refusals import AnnounceRefusals
 from cluster.api.serve.callers import Callers
 from cluster.api.serve.engine_calls import HandleCalls
 from cluster.api.serve.feed import feed
@@ -41,7 +41,7 @@ from cluster.api.serve.resilient_client import (
     Item,
     ResilientClient,
     Rooms,
-    Sign,
+    StreamSign,
     folders_of,
 )
 from cluster.api.serve.rest_parts import Rest, load_rest, together
@@ -66,7 +66,7 @@ class RestService:
         self.engine, self.model, self.tokenizer, self.metrics = engine, model, rest.tokenizer, metrics
         self.grammars = rest.grammars(rest.tokenizer, model)
         self.grammars.start()
-        self._samples, self._page = Shared(self._gather), Shared(self._make_page)
+        self._samples, self._page = CoalescedCall(self._gather), CoalescedCall(self._make_page)
 
     async def samples(self) -> list[bytes]:
         """The registry samples of all replicas and ranks that answer, whichever replica is asked."""
@@ -136,7 +136,7 @@ class Replica(GangOwner):
         """The FastAPI app; Serve calls this once, after the constructor."""
         app = self._make_app(self._service, drain=self._drain, **self._rest_options)
         replicas = self._replicas if stands_before_serve() else None
-        return TellsProxy(app, serve.get_replica_context().replica_tag, replicas, self._refused_before)
+        return AnnounceRefusals(app, serve.get_replica_context().replica_tag, replicas, self._refused_before)
 
     def _refused_before(self, path: str, times: int) -> None:
         self._service.metrics.on_refused("overloaded", times)
@@ -162,7 +162,7 @@ class EngineReplica(GangOwner):
         config, computes = self._host.config, f"{info.dtype}, {info.kernels}, KV cache in {info.kv_cache_dtype}"
         nodes = info.speculative_num_draft_tokens - 1
         made = f"{config.model_path} ({computes})"
-        self._sign = Sign(made, nodes, folders_of(config), info.max_request_tokens)
+        self._sign = StreamSign(made, nodes, folders_of(config), info.max_request_tokens)
         self._period_s = SIGN_SHARE * config.watchdog_timeout_s
         self._callers = Callers()
         when_leaving(self._host.leave)
@@ -277,7 +277,7 @@ def _rest_options(settings: AppSettings) -> dict[str, Any]:
     Raises:
         ConfigError: the keys cannot be used; or there are none, and other machines reach Serve's proxy.
     """
-    keys = Keys.load(settings.api_keys_file)
+    keys = ApiKeys.load(settings.api_keys_file)
     if keys is None and not settings.allow_unauthenticated:
         client: Any = _get_global_client()
         check_reach(client.http_config.host, keys, allowed=False)

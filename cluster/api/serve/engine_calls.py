@@ -10,7 +10,7 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster.api.serve.resilient_client import GoneError, Item, Refused, ShedError
 from cluster.observability.logs import first_line
-from cluster.request import Request, RequestOutput
+from cluster.request import Request, SequenceOutput
 
 STALL_S = 1.0  # a wait that times out so much too late: this process was stalled, not the replica
 
@@ -87,7 +87,7 @@ class HandleAttempt:
         if item is None:
             self._over = True
             raise GoneError("its stream ended")
-        self._over = isinstance(item, RequestOutput) and item.finish_reason is not None
+        self._over = isinstance(item, SequenceOutput) and item.finish_reason is not None
         return item
 
     async def _next(self) -> Item | None:

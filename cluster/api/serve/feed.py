@@ -6,14 +6,14 @@ from contextlib import aclosing
 from typing import Any
 
 from cluster.actors.messages import EngineClient, Overloaded, Unavailable
-from cluster.api.serve.resilient_client import Item, Leaving, Refused, Sign
-from cluster.request import Request, RequestOutput
+from cluster.api.serve.resilient_client import Item, Leaving, Refused, StreamSign
+from cluster.request import Request, SequenceOutput
 
 
 async def feed(
     engine: EngineClient,
     request: Request,
-    sign: Sign,
+    sign: StreamSign,
     period_s: float,
     leaving: Callable[[], str],
     gone: Callable[[], bool] = lambda: False,
@@ -30,7 +30,7 @@ async def feed(
         yield Leaving(reason)
         return
     async with aclosing(_outputs(engine, request)) as outputs:
-        coming: asyncio.Task[RequestOutput | None] | None = None
+        coming: asyncio.Task[SequenceOutput | None] | None = None
         try:
             coming = asyncio.ensure_future(_next(outputs))
             await asyncio.sleep(0)  # it is admitted or refused at once
@@ -67,12 +67,12 @@ async def feed(
                 await asyncio.gather(coming, return_exceptions=True)
 
 
-async def _outputs(engine: EngineClient, request: Request) -> AsyncGenerator[RequestOutput, None]:
+async def _outputs(engine: EngineClient, request: Request) -> AsyncGenerator[SequenceOutput, None]:
     stream: Any = engine.generate(request)
     async with aclosing(stream):
         async for output in stream:
             yield output
 
 
-async def _next(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput | None:
+async def _next(outputs: AsyncGenerator[SequenceOutput, None]) -> SequenceOutput | None:
     return await anext(outputs, None)

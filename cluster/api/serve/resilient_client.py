@@ -12,16 +12,16 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
-from cluster.actors.coalesced_call import Shared
+from cluster.actors.coalesced_call import CoalescedCall
 from cluster.actors.messages import GangStatus, Overloaded
-from cluster.actors.streams import RESUMES, Stream
+from cluster.actors.streams import RESUMES, OpenStream
 from cluster.config import EngineConfig
-from cluster.request import Request, RequestOutput, Seeds
+from cluster.request import Request, Seeds, SequenceOutput
 
 logger = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 1.0  # of status and metrics
-SIGN_SHARE = 1 / 3  # of watchdog_timeout_s: how often an engine replica with no output sends a `Sign`
+SIGN_SHARE = 1 / 3  # of watchdog_timeout_s: how often an engine replica with no output sends a `StreamSign`
 SILENCE_SHARE = 2.0  # of watchdog_timeout_s: an engine replica that sends nothing for so long is gone
 RETRY_S = 0.2  # between two tries to submit a request
 TRIES = 3  # of replicas with too little room for a request, before it is refused
@@ -29,7 +29,7 @@ ROOM_S = 600.0  # for how long the room of a replica that was heard of counts
 
 
 @dataclass(frozen=True, slots=True)
-class Sign:
+class StreamSign:
     """An engine replica has taken the request. Sent first, and again as a keep-alive while there is no output.
 
     `model` identifies the weights and how they compute: a stream is resumed on the same model only. `nodes` counts
@@ -45,8 +45,8 @@ class Sign:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The engine will not serve the request: its queue, or Serve's in front of it, is full (no `Sign` came before), or
-    the request is invalid.
+    """The engine will not serve the request: its queue, or Serve's in front of it, is full (no `StreamSign` came
+    before), or the request is invalid.
     """
 
     message: str
@@ -60,7 +60,7 @@ class Leaving:
     reason: str
 
 
-Item = Sign | Refused | Leaving | RequestOutput
+Item = StreamSign | Refused | Leaving | SequenceOutput
 
 
 def folders_of(config: EngineConfig) -> str:
@@ -110,7 +110,7 @@ class EngineCalls(Protocol):
     """Calls the engine replicas, and chooses which one; callers do not know how many there are."""
 
     def open(self, request: Request) -> Attempt:
-        """Submit a request to one of them; its first item is a `Sign`, or `Refused` when the queue is full."""
+        """Submit a request to one of them; its first item is a `StreamSign`, or `Refused` when the queue is full."""
         ...
 
     async def call(self, method: str) -> Any:
@@ -147,8 +147,8 @@ class ResilientClient:
         self._folders = folders_of(config)
         self._patience_s = patience_s
         self._on_resumed = on_resumed
-        self._status = Shared(self._ask_status)
-        self._samples = Shared(self._ask_metrics)
+        self._status = CoalescedCall(self._ask_status)
+        self._samples = CoalescedCall(self._ask_metrics)
         self._ending = False
         self._known = GangStatus(True)
 
@@ -156,9 +156,9 @@ class ResilientClient:
         """Do not resume streams from now on: the server is shutting down."""
         self._ending = True
 
-    async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
+    async def generate(self, request: Request) -> AsyncIterator[SequenceOutput]:
         """Stream one output per step that gave the request tokens; see `EngineClient.generate`."""
-        stream = Stream(self._seeds.fill(request))
+        stream = OpenStream(self._seeds.fill(request))
         model, fruitless = "", 0
         while True:
             attempt, sign = await self._place(stream)
@@ -171,11 +171,11 @@ class ResilientClient:
                 yield _ended(stream, "abort", f"it began on {model}, but {sign.model} is served now")
                 return
             model = sign.model
-            stream.begin()  # a `Sign` says no more than that it was taken
+            stream.begin()  # a `StreamSign` says no more than that it was taken
             try:
                 while not stream.ended:
                     item = await attempt.next(self._silence_s)
-                    if isinstance(item, RequestOutput):
+                    if isinstance(item, SequenceOutput):
                         yield stream.take(replace(item, request_id=stream.name))
                     elif isinstance(item, Refused):
                         if stream.submissions == 1:
@@ -195,7 +195,7 @@ class ResilientClient:
             finally:
                 attempt.close()
 
-    async def _place(self, stream: Stream) -> tuple[Attempt, Sign | None]:
+    async def _place(self, stream: OpenStream) -> tuple[Attempt, StreamSign | None]:
         """Submit a stream until an engine replica takes it; the sign is None when none did within `patience_s`. While a
         service is redeployed with another model there are replicas of both: only one that knows these tokens is asked
         to begin.
@@ -216,8 +216,12 @@ class ResilientClient:
             tries += 1
             try:
                 item = await attempt.next(min(self._silence_s, max(0.0, until - time.monotonic())))
-                why = f"it serves {item.model}" if isinstance(item, Sign) else getattr(item, "message", "it is leaving")
-                if isinstance(item, Sign) and (stream.dealt or item.folders == self._folders):
+                why = (
+                    f"it serves {item.model}"
+                    if isinstance(item, StreamSign)
+                    else getattr(item, "message", "it is leaving")
+                )
+                if isinstance(item, StreamSign) and (stream.dealt or item.folders == self._folders):
                     self._on_room(item.room)
                     taken = need <= item.room
                     if taken and again:
@@ -272,5 +276,5 @@ class ResilientClient:
         return samples
 
 
-def _ended(stream: Stream, finish_reason: Literal["abort", "error"], why: str) -> RequestOutput:
-    return RequestOutput(stream.name, (), finish_reason=finish_reason, error=f"request {stream.name} ended: {why}")
+def _ended(stream: OpenStream, finish_reason: Literal["abort", "error"], why: str) -> SequenceOutput:
+    return SequenceOutput(stream.name, (), finish_reason=finish_reason, error=f"request {stream.name} ended: {why}")

@@ -6,19 +6,19 @@ from typing import Any
 
 from cluster.arch.draft.eagle1 import read_eagle1
 from cluster.arch.draft.eagle3 import read_eagle3
-from cluster.arch.draft.facts import Facts, aux_boundaries
+from cluster.arch.draft.facts import FactResolver, aux_boundaries
 from cluster.arch.draft.mistral import read_mistral
 from cluster.arch.draft.mtp import read_mtp
 from cluster.arch.draft.recognise import is_native, kind_of
-from cluster.arch.draft.spec import Choice, DraftLayer, DraftSpec, Kind
+from cluster.arch.draft.spec import DraftLayer, DraftSpec, Kind, ResolvedFact
 from cluster.arch.draft.token_map import SETTING, map_doubts, read_token_map
-from cluster.arch.keys import Keys, Shapes, read_json
+from cluster.arch.keys import ConfigKeys, Shapes, read_json
 from cluster.arch.target import TargetArch
 from cluster.config import ConfigError
 
-__all__ = ["Choice", "DraftLayer", "DraftSpec", "Kind", "aux_boundaries", "read_draft"]
+__all__ = ["DraftLayer", "DraftSpec", "Kind", "ResolvedFact", "aux_boundaries", "read_draft"]
 
-READERS: dict[Kind, Callable[[str, Keys, Shapes, TargetArch, Facts], DraftSpec]] = {
+READERS: dict[Kind, Callable[[str, ConfigKeys, Shapes, TargetArch, FactResolver], DraftSpec]] = {
     "eagle1": read_eagle1,
     "eagle3": read_eagle3,
     "mistral": read_mistral,
@@ -44,8 +44,8 @@ def read_draft(
             message gives both numbers.
     """
     file = "params.json" if is_native(shapes) else "config.json"
-    keys = Keys(read_json(folder, file), folder, file)
-    facts = Facts(overrides or {})
+    keys = ConfigKeys(read_json(folder, file), folder, file)
+    facts = FactResolver(overrides or {})
     spec = READERS[kind_of(folder, keys.data, shapes)](folder, keys, shapes, target, facts)
     if spec.vocab_map:
         facts.doubts += map_doubts(folder, shapes, spec.draft_vocab_size, target.vocab_size)

@@ -4,7 +4,7 @@ x = fc([embed | target's post-norm hidden]), one Llama layer without a norm befo
 target's embedding and head. A config without `bias` means that fc has one. FR-Spec: `d2t` picks rows of that head.
 """
 
-from cluster.arch.draft.facts import Facts
+from cluster.arch.draft.facts import FactResolver
 from cluster.arch.draft.spec import DraftLayer, DraftSpec
 from cluster.arch.draft.widths import (
     draft_geometry,
@@ -15,12 +15,12 @@ from cluster.arch.draft.widths import (
     same_width,
     vocabulary_of,
 )
-from cluster.arch.keys import Keys, Shapes, dtype_of
+from cluster.arch.keys import ConfigKeys, Shapes, dtype_of
 from cluster.arch.target import TargetArch
 from cluster.config import ConfigError
 
 
-def read_eagle1(folder: str, outer: Keys, shapes: Shapes, target: TargetArch, facts: Facts) -> DraftSpec:
+def read_eagle1(folder: str, outer: ConfigKeys, shapes: Shapes, target: TargetArch, facts: FactResolver) -> DraftSpec:
     """The EAGLE-1/2 draft of this config and these shapes.
 
     Raises:

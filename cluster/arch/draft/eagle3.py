@@ -4,7 +4,7 @@ Sources: arXiv 2503.01840; SGLang #24663 (layer lists, per-aux norms, legacy `au
 ids, nested geometry, `norm_before_residual`); ModelOpt's `eagle_config`; EAGLE-3.1 (`fc_norm`, `norm_output`).
 """
 
-from cluster.arch.draft.facts import Facts, aux_boundaries
+from cluster.arch.draft.facts import FactResolver, aux_boundaries
 from cluster.arch.draft.spec import DraftLayer, DraftSpec, HiddenNorm
 from cluster.arch.draft.widths import (
     confirmed,
@@ -16,13 +16,13 @@ from cluster.arch.draft.widths import (
     vocabulary_of,
     windows_of,
 )
-from cluster.arch.keys import Keys, Shapes, dtype_of
+from cluster.arch.keys import ConfigKeys, Shapes, dtype_of
 from cluster.arch.layer import LayerGeometry
 from cluster.arch.target import TargetArch
 from cluster.config import ConfigError
 
 
-def read_eagle3(folder: str, outer: Keys, shapes: Shapes, target: TargetArch, facts: Facts) -> DraftSpec:
+def read_eagle3(folder: str, outer: ConfigKeys, shapes: Shapes, target: TargetArch, facts: FactResolver) -> DraftSpec:
     """The EAGLE-3 draft of this config and these shapes.
 
     Raises:
@@ -115,7 +115,7 @@ def _check_fc(
         same_width(folder, hidden, target)
 
 
-def _dialect(outer: Keys, shapes: Shapes, speculators: bool, newer: bool) -> str:
+def _dialect(outer: ConfigKeys, shapes: Shapes, speculators: bool, newer: bool) -> str:
     if speculators:
         return "speculators"
     if "target_layer_ids" in outer.data:

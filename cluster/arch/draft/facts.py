@@ -7,20 +7,20 @@ lowered first-position acceptance from 45% to 10% (vLLM #43671).
 from collections.abc import Mapping
 from typing import Any
 
-from cluster.arch.draft.spec import Choice
-from cluster.arch.keys import Keys
+from cluster.arch.draft.spec import ResolvedFact
+from cluster.arch.keys import ConfigKeys
 from cluster.config import ConfigError
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 OVERRIDE = "speculative_draft_overrides"
 
 
-class Facts:
+class FactResolver:
     """Resolves facts and remembers where each value came from."""
 
     def __init__(self, overrides: Mapping[str, Any]) -> None:
         self._overrides = overrides
-        self.choices: list[Choice] = []
+        self.choices: list[ResolvedFact] = []
         self.doubts: list[str] = []
         """What is odd about the draft, though it can be served: sentences without the folder's name."""
 
@@ -28,17 +28,21 @@ class Facts:
         """The override of `fact` if there is one, else `value`, which comes from `source`; the choice is recorded."""
         if fact in self._overrides:
             value, source = self._overrides[fact], OVERRIDE
-        self.choices.append(Choice(fact, value, source))
+        self.choices.append(ResolvedFact(fact, value, source))
         return value
 
-    def flag(self, fact: str, keys: Keys, default: bool, convention: str) -> bool:
+    def flag(self, fact: str, keys: ConfigKeys, default: bool, convention: str) -> bool:
         """A true-or-false fact that the config may state under the same name, else `default`, as `convention` says."""
         given = keys.data.get(fact) is not None
         return bool(self.choose(fact, keys.flag(fact, default), "config" if given else convention))
 
 
 def aux_boundaries(
-    data: Mapping[str, Any], target_layers: int, where: str, facts: Facts | None = None, speculators: bool = False
+    data: Mapping[str, Any],
+    target_layers: int,
+    where: str,
+    facts: FactResolver | None = None,
+    speculators: bool = False,
 ) -> tuple[int, ...]:
     """Which residual-stream boundaries the draft reads; boundary j is the stream that enters target layer j.
 
@@ -52,7 +56,7 @@ def aux_boundaries(
     Raises:
         ConfigError: ids and count disagree, or boundaries that do not ascend within the target.
     """
-    keys, facts = Keys(data, where), facts or Facts({})
+    keys, facts = ConfigKeys(data, where), facts or FactResolver({})
     nested = keys.section("eagle_config").numbers(IDS)
     listed, deep = keys.numbers(IDS), keys.numbers("target_layer_ids")
     default = [2, target_layers // 2, target_layers - 3]

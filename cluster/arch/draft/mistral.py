@@ -9,11 +9,11 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from cluster.arch.draft.facts import Facts
+from cluster.arch.draft.facts import FactResolver
 from cluster.arch.draft.spec import DraftLayer, DraftSpec
 from cluster.arch.draft.widths import latent_geometry, rope_layout, same_target, same_width, vocabulary_of
 from cluster.arch.families.mistral_native import NAMES, NOT_SERVED, mistral_native, query_scaling
-from cluster.arch.keys import Keys, Shapes
+from cluster.arch.keys import ConfigKeys, Shapes
 from cluster.arch.layer import LayerGeometry
 from cluster.arch.target import TargetArch
 from cluster.config import ConfigError
@@ -32,15 +32,15 @@ KV_SCALES = r"^layers\.\d+\.attention\.[qkv]_fake_quantizer\.qscale_act$"
 LATENT_KEYS = ("q_lora_rank", "kv_lora_rank", "v_head_dim")
 
 
-def read_mistral(folder: str, params: Keys, shapes: Shapes, target: TargetArch, facts: Facts) -> DraftSpec:
+def read_mistral(folder: str, params: ConfigKeys, shapes: Shapes, target: TargetArch, facts: FactResolver) -> DraftSpec:
     """The Mistral EAGLE draft of this params.json and these shapes.
 
     Raises:
         ConfigError: the two disagree or do not fit the target; the message gives both numbers.
     """
     given = {key: value for key, value in params.data.items() if key not in NOT_SERVED}
-    plain = mistral_native(Keys(given | {"sliding_window": None}, folder, "params.json"))
-    same_target(folder, Keys({"vocab_size": params.data.get("vocab_size")}, folder, "params.json"), target)
+    plain = mistral_native(ConfigKeys(given | {"sliding_window": None}, folder, "params.json"))
+    same_target(folder, ConfigKeys({"vocab_size": params.data.get("vocab_size")}, folder, "params.json"), target)
     latent = any(re.match(r"layers\.0\.attention\.(wq_[ab]|wkv_)", name) for name in shapes)
     asked = [key for key in LATENT_KEYS if params.data.get(key) is not None]
     if latent != bool(asked):
@@ -55,7 +55,7 @@ def read_mistral(folder: str, params: Keys, shapes: Shapes, target: TargetArch, 
     listed = windows if isinstance(windows, list) else [windows] * plain.num_layers
     if len(listed) != plain.num_layers or any(w is not None and (type(w) is not int or w < 1) for w in listed):
         raise ConfigError(f"params.json of {folder!r}: sliding_window must be a size or one per layer, got {windows!r}")
-    vocabulary = vocabulary_of(folder, Keys({}, folder, "params.json"), _common(shapes), target, geometry.hidden)
+    vocabulary = vocabulary_of(folder, ConfigKeys({}, folder, "params.json"), _common(shapes), target, geometry.hidden)
     return DraftSpec(
         kind="mistral",
         dialect="mistral-mla" if latent else "mistral",
@@ -79,7 +79,7 @@ def _common(shapes: Shapes) -> Shapes:
     return {ours: shapes[theirs] for theirs, ours in known.items() if theirs in shapes}
 
 
-def _latent(params: Keys, plain: TargetArch) -> LayerGeometry:
+def _latent(params: ConfigKeys, plain: TargetArch) -> LayerGeometry:
     """These params' dense MLA layer, as DeepSeek's; with `apply_scale` YaRN scales the softmax, not cos and sin."""
     g, yarn = plain.layer, plain.layer.rope.yarn
     data: dict[str, Any] = {key: params.data.get(key) for key in (*LATENT_KEYS, "qk_nope_head_dim", "qk_rope_head_dim")}
@@ -92,7 +92,7 @@ def _latent(params: Keys, plain: TargetArch) -> LayerGeometry:
         "rope_theta": g.rope.theta,
         "n_routed_experts": 8,
     }
-    layer = latent_geometry(Keys(data, params.where, "params.json"))
+    layer = latent_geometry(ConfigKeys(data, params.where, "params.json"))
     if yarn is None:
         return layer
     grown = yarn.attention if params.section("yarn").flag("apply_scale", True) else 1.0

@@ -9,20 +9,20 @@ import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from cluster.arch.draft.facts import Facts
+from cluster.arch.draft.facts import FactResolver
 from cluster.arch.draft.spec import DraftLayer, DraftSpec
 from cluster.arch.draft.widths import draft_geometry, is_latent, latent_geometry, same_target, same_width
 from cluster.arch.families.deepseek import NAMES as DEEPSEEK_NAMES
 from cluster.arch.families.glm import glm4_moe
 from cluster.arch.families.qwen import NEXT_DEFAULTS, NEXT_NAMES, qwen3_next_experts
-from cluster.arch.keys import Keys, Shapes, dtype_of
+from cluster.arch.keys import ConfigKeys, Shapes, dtype_of
 from cluster.arch.layer import LayerGeometry
 from cluster.arch.target import TargetArch
 from cluster.config import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class MtpFormat:
     """How one producer names an MTP layer's tensors, and its conventions, which `DraftSpec` explains.
 
     `prefix` precedes all names and `inner` those of the decoder layer, {index} being the layer's number; `joined` is
@@ -45,7 +45,7 @@ class Format:
     names: tuple[tuple[str, str], ...] = DEEPSEEK_NAMES
 
 
-NEXTN = Format(
+NEXTN = MtpFormat(
     "deepseek-nextn",
     "layers.{index}.",
     "layers.{index}.",
@@ -65,7 +65,7 @@ STEP = replace(
     recurrent="pre",
     zero_first=False,
 )
-MIMO = Format(
+MIMO = MtpFormat(
     "mimo",
     "mtp_layers.{index}.",
     "mtp_layers.{index}.",
@@ -76,7 +76,7 @@ MIMO = Format(
     None,
     order="hidden_first",
 )
-QWEN = Format(
+QWEN = MtpFormat(
     "qwen3-next",
     "mtp.",
     "mtp.layers.{index}.",
@@ -91,7 +91,7 @@ QWEN = Format(
 )
 
 
-def format_of(shapes: Shapes) -> tuple[Format, list[int]]:
+def format_of(shapes: Shapes) -> tuple[MtpFormat, list[int]]:
     """The producer's format, and the numbers of the MTP layers."""
     mimo = {int(m[1]) for n in shapes if (m := re.match(r"mtp_layers\.(\d+)\.", n))}
     if mimo:
@@ -105,7 +105,7 @@ def format_of(shapes: Shapes) -> tuple[Format, list[int]]:
     return (STEP if step else NEXTN), numbers
 
 
-def read_mtp(folder: str, keys: Keys, shapes: Shapes, target: TargetArch, facts: Facts) -> DraftSpec:
+def read_mtp(folder: str, keys: ConfigKeys, shapes: Shapes, target: TargetArch, facts: FactResolver) -> DraftSpec:
     """The MTP draft of this config and these shapes; the target's tensors in the same checkpoint are ignored.
 
     Raises:
@@ -160,7 +160,7 @@ def read_mtp(folder: str, keys: Keys, shapes: Shapes, target: TargetArch, facts:
     )
 
 
-def _geometry(folder: str, keys: Keys, shapes: Shapes, form: Format, prefix: str) -> LayerGeometry:
+def _geometry(folder: str, keys: ConfigKeys, shapes: Shapes, form: MtpFormat, prefix: str) -> LayerGeometry:
     """The decoder layer: latent attention is read as DeepSeek's, grouped heads with NextN experts as GLM's."""
     dense = any(f"{prefix}.mlp.{part}_proj.weight" in shapes for part in ("gate", "up", "down"))
     if form is QWEN:
@@ -174,10 +174,10 @@ def _geometry(folder: str, keys: Keys, shapes: Shapes, form: Format, prefix: str
     if form is not NEXTN:
         raise ConfigError(f"draft {folder!r}: {form.dialect} layers with experts are not served; its MLP is not dense")
     alone = dict(keys.data) | {"num_hidden_layers": 1, "first_k_dense_replace": 0}
-    return glm4_moe(Keys(alone, folder, keys.file)).layer
+    return glm4_moe(ConfigKeys(alone, folder, keys.file)).layer
 
 
-def _others(form: Format, numbers: list[int]) -> tuple[str, ...]:
+def _others(form: MtpFormat, numbers: list[int]) -> tuple[str, ...]:
     """Patterns of the target's tensors in the same checkpoint."""
     of_target = [r"^embed_tokens\.", r"^lm_head\.", r"^norm\."]
     listed = "|".join(str(n) for n in numbers)

@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 from typing import NamedTuple, TypeGuard
 
-from cluster.arch.keys import Keys, read_json
+from cluster.arch.keys import ConfigKeys, read_json
 from cluster.config import ConfigError
 
 FILE = "draft_sample.json"
@@ -34,7 +34,7 @@ def read_sample(folder: str, vocab_size: int, width: int) -> Sample | None:
     """
     if not (Path(folder) / FILE).is_file():
         return None
-    keys = Keys(read_json(folder, FILE), folder, FILE)
+    keys = ConfigKeys(read_json(folder, FILE), folder, FILE)
     tokens, hidden = keys.numbers("tokens"), keys.data.get("hidden")
     token, logprob = keys.data.get("token"), keys.data.get("logprob")
     if not tokens or type(token) is not int or not all(0 <= one < vocab_size for one in [*tokens, token]):

@@ -14,7 +14,7 @@ Kind = Literal["eagle3", "eagle1", "mistral", "mtp"]
 HiddenNorm = Literal["hidden_norm", "input_layernorm", "none"]
 
 
-class Choice(NamedTuple):
+class ResolvedFact(NamedTuple):
     """A fact that the tensors cannot show, its value, and the source of that value."""
 
     fact: str
@@ -80,7 +80,7 @@ class DraftSpec:
     runners: int = 1
     first_index: int = 0
     chained: bool = False
-    choices: tuple[Choice, ...] = ()
+    choices: tuple[ResolvedFact, ...] = ()
     doubts: tuple[str, ...] = ()
     names: tuple[tuple[str, str], ...] = ()
     ignored_patterns: tuple[str, ...] = ()

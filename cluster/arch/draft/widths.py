@@ -4,16 +4,16 @@ import re
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
-from cluster.arch.draft.facts import Facts
+from cluster.arch.draft.facts import FactResolver
 from cluster.arch.families.deepseek import deepseek_v3
-from cluster.arch.keys import Keys, Shapes
+from cluster.arch.keys import ConfigKeys, Shapes
 from cluster.arch.layer import LayerGeometry, geometry_of, sliding, with_sliding_window
 from cluster.arch.safetensors.stored import name_on_disk, stored_tensors
 from cluster.arch.target import TargetArch
 from cluster.config import ConfigError
 
 
-def layer_count(folder: str, keys: Keys, shapes: Shapes) -> int:
+def layer_count(folder: str, keys: ConfigKeys, shapes: Shapes) -> int:
     """How many layers the config says that there are, 1 by default; the tensors must not hold more. A `midlayer` is
     the only one, whatever a config that was copied from the target says.
 
@@ -36,7 +36,7 @@ def layer_count(folder: str, keys: Keys, shapes: Shapes) -> int:
 
 
 def draft_geometry(
-    folder: str, keys: Keys, shapes: Shapes, prefix: str = "layers.0", partial: bool = False
+    folder: str, keys: ConfigKeys, shapes: Shapes, prefix: str = "layers.0", partial: bool = False
 ) -> LayerGeometry:
     """One layer's sizes: heads from the config, head_dim from `q_proj` where the config has none, biases from tensors.
 
@@ -59,7 +59,7 @@ def draft_geometry(
     qwen = str(keys.data.get("model_type")) in ("qwen2", "mimo")  # whose `attention_bias` means q, k and v alone
     held = qwen and queries and keys.data.get("attention_bias") is True
     return replace(
-        geometry_of(Keys(data, keys.where), partial=partial),
+        geometry_of(ConfigKeys(data, keys.where), partial=partial),
         attention_bias=queries,
         out_bias=out in shapes if held else confirmed(folder, keys, "attention_bias", out, out in shapes),
         qk_norm=any(f"{prefix}.self_attn.{part}_norm.weight" in shapes for part in "qk"),
@@ -74,13 +74,13 @@ def is_latent(shapes: Shapes, prefix: str) -> bool:
     )
 
 
-def latent_geometry(keys: Keys, dense: bool = True) -> LayerGeometry:
+def latent_geometry(keys: ConfigKeys, dense: bool = True) -> LayerGeometry:
     """One layer of latent attention, as DeepSeek-V3 configures it, with a dense MLP or with experts."""
     data = dict(keys.data) | {"num_hidden_layers": 1, "first_k_dense_replace": int(dense)}
-    return deepseek_v3(Keys(data, keys.where, keys.file)).layer
+    return deepseek_v3(ConfigKeys(data, keys.where, keys.file)).layer
 
 
-def windows_of(keys: Keys, geometry: LayerGeometry, count: int, facts: Facts) -> tuple[LayerGeometry, ...]:
+def windows_of(keys: ConfigKeys, geometry: LayerGeometry, count: int, facts: FactResolver) -> tuple[LayerGeometry, ...]:
     """Every layer's geometry: `layer_types` says which have the `sliding_window`; without that list, all or none do.
 
     Qwen's configs carry a `sliding_window` that applies only with `use_sliding_window` true. Llama's own config has no
@@ -96,7 +96,7 @@ def windows_of(keys: Keys, geometry: LayerGeometry, count: int, facts: Facts) ->
     return with_sliding_window(geometry, keys.integer("sliding_window"), sliding(keys, count, [used] * count))
 
 
-def note_window(facts: Facts, keys: Keys, used: int | None, reading: str, remedy: str) -> None:
+def note_window(facts: FactResolver, keys: ConfigKeys, used: int | None, reading: str, remedy: str) -> None:
     """Note how a `sliding_window` was read that the draft's format does not define: `used` is the window of its layers,
     None for full attention.
     """
@@ -107,7 +107,7 @@ def note_window(facts: Facts, keys: Keys, used: int | None, reading: str, remedy
     )
 
 
-def rope_layout(geometry: LayerGeometry, facts: Facts, convention: str, source: str) -> LayerGeometry:
+def rope_layout(geometry: LayerGeometry, facts: FactResolver, convention: str, source: str) -> LayerGeometry:
     """The layer with its checkpoint's rotary layout; that of latent attention is always neighbouring pairs."""
     if geometry.latent is not None:
         return geometry
@@ -115,7 +115,7 @@ def rope_layout(geometry: LayerGeometry, facts: Facts, convention: str, source: 
     return replace(geometry, interleaved=layout == "interleaved")
 
 
-def confirmed(folder: str, keys: Keys, key: str, name: str, present: bool) -> bool:
+def confirmed(folder: str, keys: ConfigKeys, key: str, name: str, present: bool) -> bool:
     """Whether tensor `name` is there (`present`), which a flag `key` of the config may not deny.
 
     Raises:
@@ -127,7 +127,7 @@ def confirmed(folder: str, keys: Keys, key: str, name: str, present: bool) -> bo
     return present
 
 
-class Vocabulary(NamedTuple):
+class DraftVocabulary(NamedTuple):
     """Where embedding and head come from, how many ids the draft ranks, and whether a `d2t` maps them."""
 
     embed: Literal["own", "target"]
@@ -137,8 +137,8 @@ class Vocabulary(NamedTuple):
 
 
 def vocabulary_of(
-    folder: str, keys: Keys, shapes: Shapes, target: TargetArch, hidden: int, mapped: bool = False
-) -> Vocabulary:
+    folder: str, keys: ConfigKeys, shapes: Shapes, target: TargetArch, hidden: int, mapped: bool = False
+) -> DraftVocabulary:
     """The draft's vocabulary: rows of its head, which `draft_vocab_size` must confirm.
 
     `mapped`: a `d2t` may pick rows of the target's head; else a draft with a `d2t` has a head of its own.
@@ -170,7 +170,7 @@ def vocabulary_of(
             f"draft {folder!r}: without lm_head.weight it shares the target's head, which needs hidden_size "
             f"{target.hidden} and draft_vocab_size {target.vocab_size}; tensor 'lm_head.weight' is missing"
         )
-    return Vocabulary("own" if own_embed else "target", head, size, "d2t" in shapes)
+    return DraftVocabulary("own" if own_embed else "target", head, size, "d2t" in shapes)
 
 
 def same_width(folder: str, hidden: int, target: TargetArch) -> None:
@@ -185,7 +185,7 @@ def same_width(folder: str, hidden: int, target: TargetArch) -> None:
         )
 
 
-def same_target(folder: str, keys: Keys, target: TargetArch) -> None:
+def same_target(folder: str, keys: ConfigKeys, target: TargetArch) -> None:
     """Refuse a draft that was made for a target of other widths.
 
     Raises:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from cluster.arch.keys import Keys
+from cluster.arch.keys import ConfigKeys
 from cluster.arch.layer import Latent, Moe, geometry_of
 from cluster.arch.rope import mscale, scaling_of
 from cluster.arch.target import TargetArch, target_of
@@ -11,7 +11,7 @@ from cluster.config import ConfigError
 NAMES = ((r"\.mlp\.router\.correction$", ".mlp.gate.e_score_correction_bias"), (r"\.mlp\.router\.", ".mlp.gate."))
 
 
-def deepseek_v3(keys: Keys) -> TargetArch:
+def deepseek_v3(keys: ConfigKeys) -> TargetArch:
     """`DeepseekV3ForCausalLM`. Layers beyond `num_hidden_layers` are its MTP drafts and not the target's."""
     if not keys.flag("rope_interleave", True):
         raise ConfigError(f"{keys.file} of {keys.where!r}: rope_interleave false is not served")
@@ -30,7 +30,7 @@ def deepseek_v3(keys: Keys) -> TargetArch:
     scale = float((latent.nope + latent.rope) ** -0.5)
     if scaling.data.get("mscale_all_dim"):
         scale *= mscale(scaling.number("factor", 1.0), scaling.number("mscale_all_dim", 1.0)) ** 2
-    dense = replace(geometry_of(Keys(data, keys.where, keys.file)), latent=latent, scale=scale)
+    dense = replace(geometry_of(ConfigKeys(data, keys.where, keys.file)), latent=latent, scale=scale)
     moe = grouped_experts(keys)
     first = keys.data.get("first_k_dense_replace")
     first = 3 if first is None else first
@@ -44,7 +44,7 @@ def deepseek_v3(keys: Keys) -> TargetArch:
     )
 
 
-def grouped_experts(keys: Keys) -> Moe:
+def grouped_experts(keys: ConfigKeys) -> Moe:
     """Experts chosen by groups with sigmoid scores and a correction bias, and shared ones that every token takes.
 
     Raises:

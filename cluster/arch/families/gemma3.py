@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from cluster.arch.keys import Keys
+from cluster.arch.keys import ConfigKeys
 from cluster.arch.layer import geometry_of, sliding
 from cluster.arch.rope import Rope, rope_of
 from cluster.arch.target import TargetArch, target_of
@@ -23,7 +23,7 @@ DEFAULTS = {
 """Defaults of keys that a config leaves out."""
 
 
-def gemma3(keys: Keys) -> TargetArch:
+def gemma3(keys: ConfigKeys) -> TargetArch:
     """`Gemma3ForCausalLM`: five local layers to one global one; embedding and head are tied unless said otherwise."""
     count = keys.integer("num_hidden_layers")
     for key in ("attn_logit_softcapping", "use_bidirectional_attention"):
@@ -54,12 +54,12 @@ def gemma3(keys: Keys) -> TargetArch:
     )
 
 
-def _local_rope(keys: Keys) -> Rope:
+def _local_rope(keys: ConfigKeys) -> Rope:
     """The rope of local layers: as `rope_parameters` lists it, else `rope_local_base_freq` without scaling."""
     if "sliding_attention" in keys.section("rope_parameters").data:
         return rope_of(_without(keys, "rope_scaling"), 10000.0, "sliding_attention")
     return Rope(keys.number("rope_local_base_freq", 10000.0))
 
 
-def _without(keys: Keys, *names: str) -> Keys:
-    return Keys({name: given for name, given in keys.data.items() if name not in names}, keys.where, keys.file)
+def _without(keys: ConfigKeys, *names: str) -> ConfigKeys:
+    return ConfigKeys({name: given for name, given in keys.data.items() if name not in names}, keys.where, keys.file)

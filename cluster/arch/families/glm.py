@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from cluster.arch.families.deepseek import NAMES, grouped_experts
-from cluster.arch.keys import Keys
+from cluster.arch.keys import ConfigKeys
 from cluster.arch.layer import geometry_of
 from cluster.arch.target import TargetArch, target_of
 
@@ -20,7 +20,7 @@ DEFAULTS = {
 """Defaults of keys that a config leaves out."""
 
 
-def glm4_moe(given: Keys) -> TargetArch:
+def glm4_moe(given: ConfigKeys) -> TargetArch:
     """`Glm4MoeForCausalLM`: q, k and v may have biases, the output never; further layers are MTP drafts."""
     keys = given.over(DEFAULTS)
     count = keys.integer("num_hidden_layers")

@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
-from cluster.arch.keys import Keys
+from cluster.arch.keys import ConfigKeys
 from cluster.arch.layer import Moe, geometry_of, sliding, with_sliding_window
 from cluster.arch.target import TargetArch, target_of
 
 
-def gpt_oss(keys: Keys) -> TargetArch:
+def gpt_oss(keys: ConfigKeys) -> TargetArch:
     """`GptOssForCausalLM`."""
     count = keys.integer("num_hidden_layers")
     full = keys.over({"head_dim": 64, "attention_bias": True, "rms_norm_eps": 1e-5})

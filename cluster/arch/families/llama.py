@@ -2,19 +2,19 @@
 
 from dataclasses import replace
 
-from cluster.arch.keys import Keys
+from cluster.arch.keys import ConfigKeys
 from cluster.arch.layer import geometry_of, with_sliding_window
 from cluster.arch.rope import original_length, scaling_of
 from cluster.arch.target import TargetArch, target_of
 
 
-def llama(keys: Keys) -> TargetArch:
+def llama(keys: ConfigKeys) -> TargetArch:
     """`LlamaForCausalLM`."""
     layers = (geometry_of(keys),) * keys.integer("num_hidden_layers")
     return target_of(keys, "LlamaForCausalLM", layers)
 
 
-def mistral(keys: Keys) -> TargetArch:
+def mistral(keys: ConfigKeys) -> TargetArch:
     """`MistralForCausalLM`: a sliding window in every layer, 4096 if the config lacks the key, none if it is null."""
     count = keys.integer("num_hidden_layers")
     window = None
@@ -24,9 +24,9 @@ def mistral(keys: Keys) -> TargetArch:
     return target_of(keys, "MistralForCausalLM", layers)
 
 
-def ministral3(keys: Keys) -> TargetArch:
+def ministral3(keys: ConfigKeys) -> TargetArch:
     """`Ministral3ForCausalLM`: Mistral without a window unless one is given, whose queries grow with the position."""
-    scaling, given = scaling_of(keys), Keys({"sliding_window": None, **keys.data}, keys.where, keys.file)
+    scaling, given = scaling_of(keys), ConfigKeys({"sliding_window": None, **keys.data}, keys.where, keys.file)
     grown = None
     if scaling.data.get("llama_4_scaling_beta"):
         grown = original_length(keys), scaling.number("llama_4_scaling_beta", 0.1)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from cluster.arch.keys import Keys
+from cluster.arch.keys import ConfigKeys
 from cluster.arch.layer import geometry_of, with_sliding_window
 from cluster.arch.target import TargetArch, target_of
 from cluster.config import ConfigError
@@ -34,7 +34,7 @@ NOT_SERVED = ("moe", "q_lora_rank", "kv_lora_rank", "vision_encoder", "mamba")
 END_OF_TEXT = 2
 
 
-def mistral_native(params: Keys) -> TargetArch:
+def mistral_native(params: ConfigKeys) -> TargetArch:
     """A dense Mistral; params.json never names the end token, which is 2, and 128,000 positions are its default.
 
     Raises:
@@ -57,7 +57,7 @@ def mistral_native(params: Keys) -> TargetArch:
         }
         if not yarn.flag("apply_scale", True):
             data["rope_scaling"]["attention_factor"] = 1.0
-    keys = Keys(data, params.where, "params.json")
+    keys = ConfigKeys(data, params.where, "params.json")
     window = params.data.get("sliding_window")
     if window is not None:
         window = params.integer("sliding_window")
@@ -68,7 +68,7 @@ def mistral_native(params: Keys) -> TargetArch:
     return target_of(keys, "Mistral (native)", layers, names=NAMES, query_scaling=grown)
 
 
-def query_scaling(params: Keys) -> tuple[int, float] | None:
+def query_scaling(params: ConfigKeys) -> tuple[int, float] | None:
     """How queries grow with the position, (length, beta); None: they do not."""
     scaling = params.section("llama_4_scaling")
     if not scaling.data:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from cluster.arch.keys import Keys
+from cluster.arch.keys import ConfigKeys
 from cluster.arch.layer import Moe, geometry_of
 from cluster.arch.target import TargetArch, target_of
 
@@ -14,7 +14,7 @@ NAMES = (
 )
 
 
-def mixtral(keys: Keys) -> TargetArch:
+def mixtral(keys: ConfigKeys) -> TargetArch:
     """`MixtralForCausalLM`."""
     moe = Moe(
         experts=keys.integer("num_local_experts", 8),

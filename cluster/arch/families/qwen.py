@@ -2,30 +2,30 @@
 
 from dataclasses import replace
 
-from cluster.arch.keys import Keys
+from cluster.arch.keys import ConfigKeys
 from cluster.arch.layer import LayerGeometry, Moe, geometry_of, sliding, with_sliding_window
 from cluster.arch.target import TargetArch, target_of
 from cluster.config import ConfigError
 
 
-def qwen2(keys: Keys) -> TargetArch:
+def qwen2(keys: ConfigKeys) -> TargetArch:
     """`Qwen2ForCausalLM`: q, k and v always have biases, the output never."""
     layer = replace(geometry_of(keys), attention_bias=True, out_bias=False)
     return target_of(keys, "Qwen2ForCausalLM", _windows(keys, layer))
 
 
-def mimo(keys: Keys) -> TargetArch:
+def mimo(keys: ConfigKeys) -> TargetArch:
     """`MiMoForCausalLM`: Qwen2, with an MTP draft beside it."""
     return replace(qwen2(keys), family="MiMoForCausalLM", ignored=(r"^mtp_layers\.",))
 
 
-def qwen3(keys: Keys) -> TargetArch:
+def qwen3(keys: ConfigKeys) -> TargetArch:
     """`Qwen3ForCausalLM`; heads of 128 where the config does not say."""
     layer = replace(geometry_of(keys.over({"head_dim": 128})), qk_norm=True)
     return target_of(keys, "Qwen3ForCausalLM", _windows(keys, layer))
 
 
-def qwen3_moe(keys: Keys) -> TargetArch:
+def qwen3_moe(keys: ConfigKeys) -> TargetArch:
     """`Qwen3MoeForCausalLM`: layers of `mlp_only_layers`, and those between sparse steps, are dense."""
     count, step = keys.integer("num_hidden_layers"), keys.integer("decoder_sparse_step", 1)
     dense = replace(geometry_of(keys), qk_norm=True, sliding_window=_window(keys))
@@ -51,7 +51,7 @@ NEXT_NAMES = (
 )
 
 
-def qwen3_next_experts(keys: Keys) -> Moe:
+def qwen3_next_experts(keys: ConfigKeys) -> Moe:
     """Qwen3-Next's experts: softmax over all, and one with a gate of its own that every token takes."""
     experts, active = keys.integer("num_experts", 512), keys.integer("num_experts_per_tok", 10)
     if active > experts:
@@ -66,13 +66,13 @@ def qwen3_next_experts(keys: Keys) -> Moe:
     )
 
 
-def _window(keys: Keys) -> int | None:
+def _window(keys: ConfigKeys) -> int | None:
     """The sliding window, which applies only with `use_sliding_window`."""
     used = keys.flag("use_sliding_window") and keys.data.get("sliding_window", 4096) is not None
     return keys.integer("sliding_window", 4096) if used else None
 
 
-def _windows(keys: Keys, layer: LayerGeometry) -> tuple[LayerGeometry, ...]:
+def _windows(keys: ConfigKeys, layer: LayerGeometry) -> tuple[LayerGeometry, ...]:
     """With `use_sliding_window`, layers from `max_window_layers` on have the sliding window."""
     count, window = keys.integer("num_hidden_layers"), _window(keys)
     first = keys.data.get("max_window_layers", 28)

@@ -8,7 +8,7 @@ from cluster.arch.families.deepseek import deepseek_v3
 from cluster.arch.families.gemma3 import gemma3
 from cluster.arch.families.llama import llama, ministral3, mistral
 from cluster.arch.families.qwen import qwen2
-from cluster.arch.keys import Keys
+from cluster.arch.keys import ConfigKeys
 from cluster.arch.target import TargetArch
 from cluster.config import ConfigError
 
@@ -18,7 +18,7 @@ WRAPPERS = (
     "Gemma3ForConditionalGeneration",
     "KimiK25ForConditionalGeneration",
 )
-TEXT: dict[str, Callable[[Keys], TargetArch]] = {
+TEXT: dict[str, Callable[[ConfigKeys], TargetArch]] = {
     "llama": llama,
     "mistral": mistral,
     "ministral3": ministral3,
@@ -44,7 +44,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 NOT_TEXT = (r"^(vision_tower|multi_modal_projector|mm_projector)\.",)
 
 
-def wrapped(keys: Keys, wrapper: str) -> TargetArch:
+def wrapped(keys: ConfigKeys, wrapper: str) -> TargetArch:
     """The language model inside `wrapper`, its family named after both."""
     text = keys.section("text_config")
     kind = str(text.data.get("model_type") or "llama")
@@ -54,7 +54,7 @@ def wrapped(keys: Keys, wrapper: str) -> TargetArch:
         )
     given = {key: value for key, value in text.data.items() if value is not None or key == "sliding_window"}
     outer = {key: keys.data[key] for key in ("dtype", "torch_dtype", "eos_token_id") if keys.data.get(key) is not None}
-    inner = Keys({**DEFAULTS.get(kind, {}), **outer, **given}, keys.where, keys.file)
+    inner = ConfigKeys({**DEFAULTS.get(kind, {}), **outer, **given}, keys.where, keys.file)
     arch = TEXT[kind](inner)
     tied = keys.flag("tie_word_embeddings", arch.tied) if keys.data.get("tie_word_embeddings") else arch.tied
     return replace(arch, family=f"{wrapper}/{arch.family}", tied=tied, ignored=(*arch.ignored, *NOT_TEXT))

@@ -32,7 +32,7 @@ INDEX = "model.safetensors.index.json"
 LFS = b"version https://git-lfs"  # what a file begins with that git cloned without its contents
 
 
-class Stored(NamedTuple):
+class TensorLocation(NamedTuple):
     """Where a tensor lies: bytes `start` to `stop - 1` of its file."""
 
     dtype: str
@@ -41,7 +41,7 @@ class Stored(NamedTuple):
     stop: int
 
 
-def read_header(path: Path) -> dict[str, Stored]:
+def read_header(path: Path) -> dict[str, TensorLocation]:
     """The tensors of one file.
 
     Raises:
@@ -77,7 +77,7 @@ def _remedy_without(path: Path) -> str:
     return "only safetensors are read"
 
 
-def parse_header(raw: bytes, size: int, path: Path) -> dict[str, Stored]:
+def parse_header(raw: bytes, size: int, path: Path) -> dict[str, TensorLocation]:
     """The tensors that the JSON `raw` lists for a file of `size` bytes; they must cover its data exactly.
 
     Raises:
@@ -106,7 +106,7 @@ def parse_header(raw: bytes, size: int, path: Path) -> dict[str, Stored]:
     return found
 
 
-def _entry(name: str, entry: Any, base: int, path: Path) -> Stored:
+def _entry(name: str, entry: Any, base: int, path: Path) -> TensorLocation:
     """One tensor's entry, whose number of bytes must follow from its dtype and shape."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise _broken(path, f"tensor {name!r} must have dtype, shape and data_offsets and nothing else")
@@ -124,7 +124,7 @@ def _entry(name: str, entry: Any, base: int, path: Path) -> Stored:
             path,
             f"tensor {name!r} lies at bytes {offsets[0]} to {offsets[1]}, but {dtype} of shape {shape} takes {count}",
         )
-    return Stored(dtype, tuple(shape), base + offsets[0], base + offsets[1])
+    return TensorLocation(dtype, tuple(shape), base + offsets[0], base + offsets[1])
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

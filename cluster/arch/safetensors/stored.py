@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cluster.arch.keys import Shapes, check_folder
 from cluster.arch.quantisation import read_quantisation, with_whole
-from cluster.arch.safetensors.header import Stored, read_header
+from cluster.arch.safetensors.header import TensorLocation, read_header
 from cluster.config import ConfigError
 
 FILES = ("model.safetensors", "consolidated.safetensors")
@@ -72,7 +72,7 @@ def _indexed(index: Path) -> tuple[list[Path], dict[str, Path]]:
     return [index.parent / name for name in names], {tensor: index.parent / file for tensor, file in named.items()}
 
 
-def stored_tensors(folder: str) -> dict[str, tuple[Path, str, Stored]]:
+def stored_tensors(folder: str) -> dict[str, tuple[Path, str, TensorLocation]]:
     """Every tensor of a folder under its normalised name: its file, the name it has there, and where it lies.
 
     An index decides: a tensor counts in the file that the index gives for it, and not at all if it gives none.
@@ -80,7 +80,7 @@ def stored_tensors(folder: str) -> dict[str, tuple[Path, str, Stored]]:
     Raises:
         ConfigError: a file is missing, its header is malformed, or two tensors have the same name.
     """
-    found: dict[str, tuple[Path, str, Stored]] = {}
+    found: dict[str, tuple[Path, str, TensorLocation]] = {}
     files, places = weight_files(folder)
     for path in files:
         for raw, stored in read_header(path).items():

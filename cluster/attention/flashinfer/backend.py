@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from cluster.attention.flashinfer.plans import Plan, Plans
-from cluster.attention.flashinfer.readers import LatentReader, PagedReader, Reader
+from cluster.attention.flashinfer.plans import RunnerPlans, WrapperPlan
+from cluster.attention.flashinfer.readers import CellReader, LatentReader, PagedReader
 from cluster.attention.triton_backend import Before, TritonAttention
-from cluster.batch import HostBounds, Seen, Text, Tree
+from cluster.batch import AttentionMetadata, HostBounds, PromptRows, TreeRows
 from cluster.kernels.flashinfer.library import FlashInfer, Share
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
@@ -37,19 +37,19 @@ class FlashInferAttention(TritonAttention):
         super().__init__(pool, table, heads, sliding_windows, scale, value_dim)
         given = flashinfer, pool.kv, table.page_size, heads, self._scale
         latent = pool.kv.shape[2] == 1
-        reader: Reader = LatentReader(*given, self._value_dim) if latent else PagedReader(*given)
-        self._plans = Plans(reader, table)
+        reader: CellReader = LatentReader(*given, self._value_dim) if latent else PagedReader(*given)
+        self._plans = RunnerPlans(reader, table)
         both = list(zip(shares, self._windows, strict=True))
         self._of_trees = {window for share, window in both if share.trees}
         self._of_texts = {window for share, window in both if share.texts}
-        self._tree: Plan | None = None
-        self._texts: dict[int, Plan | None] = {}
+        self._tree: WrapperPlan | None = None
+        self._texts: dict[int, WrapperPlan | None] = {}
 
     def prepare(self, bounds: HostBounds) -> None:
         """A step within these bounds begins: FlashInfer plans it, outside the program."""
         self._plans.begin(bounds)
 
-    def bind(self, seen: Seen) -> None:
+    def bind(self, seen: AttentionMetadata) -> None:
         """Use `seen` for the calls of the next forward."""
         super().bind(seen)
         self._tree, self._texts = None, {}
@@ -61,7 +61,7 @@ class FlashInferAttention(TritonAttention):
             self._texts = {window: self._plans.text(seen.text, window) for window in self._of_texts}
 
     def _attend_tree(
-        self, given: tuple[Tensor | None, ...], tree: Tree, first: int, window: int, before: Before | None = None
+        self, given: tuple[Tensor | None, ...], tree: TreeRows, first: int, window: int, before: Before | None = None
     ) -> None:
         q, memory, *_, out = given
         if self._tree is not None and window in self._of_trees:
@@ -69,7 +69,9 @@ class FlashInferAttention(TritonAttention):
             before = self._read(self._tree, memory, q[: self._tree.rows], out, self._tree.until)
         super()._attend_tree(given, tree, first, window, before)
 
-    def _attend_text(self, given: tuple[Tensor | None, ...], text: Text, after: int, first: int, window: int) -> None:
+    def _attend_text(
+        self, given: tuple[Tensor | None, ...], text: PromptRows, after: int, first: int, window: int
+    ) -> None:
         plan = self._texts.get(window)
         if plan is None:
             super()._attend_text(given, text, after, first, window)
@@ -79,7 +81,7 @@ class FlashInferAttention(TritonAttention):
         out = out[after : after + plan.rows]
         self._join(None, 0, bad[after:], sinks, self._read(plan, memory, q[after : after + plan.rows], out), out)
 
-    def _read(self, plan: Plan, memory: Tensor, q: Tensor, out: Tensor, until: Tensor | None = None) -> Before:
+    def _read(self, plan: WrapperPlan, memory: Tensor, q: Tensor, out: Tensor, until: Tensor | None = None) -> Before:
         """FlashInfer's pass, whose values go to `out`, where they are put together with the rest."""
         values = out[: plan.rows].view(plan.rows, self._heads, self._value_dim)
         return Before(values, self._plans.reader.run(plan.wrapper, memory, q, values), until)

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cluster.attention.flashinfer.readers import Buffers, Reader, Work
-from cluster.batch import HostBounds, Text, Tree
+from cluster.attention.flashinfer.readers import AttentionWork, CellReader, GraphBuffers
+from cluster.batch import HostBounds, PromptRows, TreeRows
 from cluster.capture.recorder import ahead, repeats
 from cluster.device.transfers import brought
 from cluster.kernels.attend import gpu
@@ -29,7 +29,7 @@ LISTING = 128  # pages of a request, for one program
 KEPT = 16
 
 
-class Key(NamedTuple):
+class ForwardKey(NamedTuple):
     """A kind of forward: trees of `each` rows a request, or with 0 the texts, seen back to `window` tokens before; in
     programs that are repeated, of so many `requests`.
     """
@@ -40,7 +40,7 @@ class Key(NamedTuple):
 
 
 @dataclass(slots=True)
-class Plan:
+class WrapperPlan:
     """Work that a `wrapper` is planned for, in step `step`, of `requests` with `rows` rows in all, the longest of which
     has `pages` at most. The requests' pages are to be `listed` by `starts`; the first `until` `[n]` tokens are read.
     All three are int32 on the device, and stay where they are if the wrapper has `buffers`.
@@ -48,7 +48,7 @@ class Plan:
 
     wrapper: Any
     step: int
-    buffers: Buffers | None = None
+    buffers: GraphBuffers | None = None
     requests: int = 0
     rows: int = 0
     pages: int = 0
@@ -57,17 +57,17 @@ class Plan:
     until: Tensor | None = None
 
 
-class Plans:
+class RunnerPlans:
     """The plans of one runner. There are two sets of wrappers, which take turns from step to step: while a step is
     under way, its plan may be on its way to the device, out of memory that the wrapper's next plan is written to.
     """
 
-    def __init__(self, reader: Reader, table: PageTable) -> None:
+    def __init__(self, reader: CellReader, table: PageTable) -> None:
         self.reader = reader
         self._table, self._bounds, self._step = table, HostBounds(), 0
-        self._sets: tuple[dict[Key, Plan], dict[Key, Plan]] = ({}, {})
-        self._stay: tuple[dict[Key, Plan], dict[Key, Plan]] = ({}, {})
-        self._asked: list[Key] = []
+        self._sets: tuple[dict[ForwardKey, WrapperPlan], dict[ForwardKey, WrapperPlan]] = ({}, {})
+        self._stay: tuple[dict[ForwardKey, WrapperPlan], dict[ForwardKey, WrapperPlan]] = ({}, {})
+        self._asked: list[ForwardKey] = []
 
     def begin(self, bounds: HostBounds) -> None:
         """A step within these bounds begins; it probably asks for what the last one asked for."""
@@ -76,32 +76,32 @@ class Plans:
         for key in asked:
             self._planned(key)
 
-    def tree(self, tree: Tree) -> Plan | None:
+    def tree(self, tree: TreeRows) -> WrapperPlan | None:
         """What reads the tokens that are committed for certain; None where none are known, or nobody decodes."""
         requests, each = tree.rows.shape[0], tree.bits.shape[1]
         if not requests or requests != len(self._bounds.least):
             return None
-        plan = self._repeated(Key(each, requests=requests)) if repeats() else self._asked_for(Key(each))
+        plan = self._repeated(ForwardKey(each, requests=requests)) if repeats() else self._asked_for(ForwardKey(each))
         if plan is not None:
             self._list(plan, tree.rows)
         return plan
 
-    def text(self, text: Text, window: int) -> Plan | None:
+    def text(self, text: PromptRows, window: int) -> WrapperPlan | None:
         """What reads these texts, whose layers have a sliding window if `window` is not 0; None where the step was not
         announced, or is repeated.
         """
-        plan = None if repeats() else self._asked_for(Key(0, window - 1))
+        plan = None if repeats() else self._asked_for(ForwardKey(0, window - 1))
         if plan is not None:
             self._list(plan, text.rows)
         return plan
 
-    def _asked_for(self, key: Key) -> Plan | None:
+    def _asked_for(self, key: ForwardKey) -> WrapperPlan | None:
         if key not in self._asked:
             self._asked.append(key)
         return self._planned(key)
 
     @torch.inference_mode()  # wrappers write to what they made in an earlier call
-    def _planned(self, key: Key) -> Plan | None:
+    def _planned(self, key: ForwardKey) -> WrapperPlan | None:
         held = self._sets[self._bounds.turn]
         plan = held.get(key)
         if plan is not None and plan.step == self._step:
@@ -115,27 +115,27 @@ class Plans:
             unused = [old for old, other in held.items() if other.step < self._step]
             for old in unused[: max(0, len(held) + 1 - KEPT)]:
                 del held[old]
-            plan = held[key] = Plan(self.reader.wrapper(), self._step)
+            plan = held[key] = WrapperPlan(self.reader.wrapper(), self._step)
         self._plan(plan, key, rows, lens)
         return plan
 
     @torch.inference_mode()
-    def _repeated(self, key: Key) -> Plan | None:
+    def _repeated(self, key: ForwardKey) -> WrapperPlan | None:
         """The plan of a program that is repeated, made in this step, before the program is recorded."""
         if not self.reader.fits(key.each * key.requests):
             return None
         held = self._stay[self._bounds.turn]
         if key not in held:
             longest, device = self._table.device_pages.shape[1], self._table.device_pages.device
-            buffers = Buffers.of(key.requests, longest, device)
-            held[key] = plan = Plan(self.reader.wrapper(buffers), 0, buffers, pages=longest)
+            buffers = GraphBuffers.of(key.requests, longest, device)
+            held[key] = plan = WrapperPlan(self.reader.wrapper(buffers), 0, buffers, pages=longest)
             plan.listed, plan.starts = buffers.listed, buffers.starts
             plan.until = torch.zeros(key.requests, dtype=torch.int32, device=device)
         ahead(Repeated(self, key, self._bounds.turn))
         return held[key]
 
     @torch.inference_mode()
-    def again(self, key: Key, turn: int) -> dict[str, Any] | None:
+    def again(self, key: ForwardKey, turn: int) -> dict[str, Any] | None:
         """Plan for the step at hand what programs repeat; what that launches with, None if the step is another's."""
         least = self._bounds.least
         if turn != self._bounds.turn or len(least) != key.requests:
@@ -145,7 +145,7 @@ class Plans:
             self._plan(plan, key, [key.each] * key.requests, least)
         return self.reader.launched(plan.wrapper)
 
-    def _plan(self, plan: Plan, key: Key, rows: Sequence[int], lens: Sequence[int]) -> None:
+    def _plan(self, plan: WrapperPlan, key: ForwardKey, rows: Sequence[int], lens: Sequence[int]) -> None:
         """Requests of which nothing is known are planned with one token, which `until` says not to count: what becomes
         of requests without any is not said of all kernels.
         """
@@ -164,10 +164,12 @@ class Plans:
         assert plan.listed is not None
         seen = [max(1, count) for count in lens]
         uniform = None if plan.buffers is None else (key.each, self._table.length)
-        work = Work([0, *accumulate(rows)], starts, seen, plan.listed[: starts[-1]], not key.each, key.window, uniform)
+        work = AttentionWork(
+            [0, *accumulate(rows)], starts, seen, plan.listed[: starts[-1]], not key.each, key.window, uniform
+        )
         self.reader.plan(plan.wrapper, work)
 
-    def _list(self, plan: Plan, rows: Tensor) -> None:
+    def _list(self, plan: WrapperPlan, rows: Tensor) -> None:
         """List the pages of `rows`, the first of which are the plan's requests, as they are now on the device."""
         pages = self._table.device_pages
         grid = plan.requests, -(-plan.pages // LISTING)
@@ -180,8 +182,8 @@ class Repeated:
     with what the `first` plan of the program did.
     """
 
-    plans: Plans
-    key: Key
+    plans: RunnerPlans
+    key: ForwardKey
     turn: int
     first: dict[str, Any] | None = field(default=None, compare=False, repr=False)
 

@@ -14,7 +14,7 @@ WORKSPACE = 384 << 20
 """Bytes for parts of long prefixes, which wrappers take turns in; FlashInfer recommends 128 MB for small models."""
 
 
-class Work(NamedTuple):
+class AttentionWork(NamedTuple):
     """n requests, the first `pages[i + 1] - pages[i]` pages of request i being `listed`, int32 on the device, from
     `pages[i]` on: rows `rows[i]` to `rows[i + 1] - 1` see its first `lens[i]` >= 1 tokens, all of them, or if `causal`
     as the last rows of a text, back to `window` tokens before themselves (-1: all). `uniform` is said of work that is
@@ -30,7 +30,7 @@ class Work(NamedTuple):
     uniform: tuple[int, int] | None = None
 
 
-class Buffers(NamedTuple):
+class GraphBuffers(NamedTuple):
     """Memory on the device, int32, in which a wrapper for graphs keeps what its kernels read: of n requests the ends of
     their `rows` `[n + 1]`, where their pages start `[n + 1]`, the pages `listed`, as many as they can have, and what it
     tells lengths by, `lens` `[n]`.
@@ -42,20 +42,20 @@ class Buffers(NamedTuple):
     lens: Tensor
 
     @classmethod
-    def of(cls, requests: int, longest: int, device: torch.device) -> "Buffers":
+    def of(cls, requests: int, longest: int, device: torch.device) -> "GraphBuffers":
         """Those of so many requests of at most `longest` pages."""
         sizes = requests + 1, requests + 1, requests * longest, requests
         return cls(*(torch.zeros(size, dtype=torch.int32, device=device) for size in sizes))
 
 
-class Reader(Protocol):
+class CellReader(Protocol):
     """One kind of cell."""
 
-    def wrapper(self, buffers: Buffers | None = None) -> Any:
+    def wrapper(self, buffers: GraphBuffers | None = None) -> Any:
         """A wrapper of FlashInfer's, with memory of its own for one plan; with `buffers`, one for graphs."""
         ...
 
-    def plan(self, wrapper: Any, work: Work) -> None:
+    def plan(self, wrapper: Any, work: AttentionWork) -> None:
         """Have `wrapper` do this work from now on. It copies its plan to the device without waiting, out of memory that
         its next plan is written to.
         """
@@ -87,8 +87,8 @@ class PagedReader:
         self._flashinfer, self._page_size, self._heads, self._scale = flashinfer, page_size, heads, scale
         self._dtype, self._device = pool.dtype, pool.device
 
-    def wrapper(self, buffers: Buffers | None = None) -> Any:
-        """See `Reader`."""
+    def wrapper(self, buffers: GraphBuffers | None = None) -> Any:
+        """See `CellReader`."""
         kept: dict[str, Any] = {}
         if buffers is not None:
             kept = {
@@ -101,8 +101,8 @@ class PagedReader:
         given = {"kv_layout": "NHD", "backend": self._flashinfer.variant}
         return self._flashinfer.paged(workspace(self._device), **given, **kept)
 
-    def plan(self, wrapper: Any, work: Work) -> None:
-        """See `Reader`."""
+    def plan(self, wrapper: Any, work: AttentionWork) -> None:
+        """See `CellReader`."""
         each, longest = work.uniform or (None, None)
         wrapper.plan(
             qo_indptr=_numbers(work.rows),
@@ -124,17 +124,17 @@ class PagedReader:
         )
 
     def run(self, wrapper: Any, memory: Tensor, q: Tensor, out: Tensor) -> Tensor:
-        """See `Reader`."""
+        """See `CellReader`."""
         lse: Tensor
         _, lse = wrapper.run(q, paged_view(memory, self._page_size), out=out, return_lse=True)
         return lse
 
     def launched(self, wrapper: Any) -> dict[str, Any]:
-        """See `Reader`."""
+        """See `CellReader`."""
         return paged_launch(wrapper)
 
     def fits(self, rows: int) -> bool:
-        """See `Reader`."""
+        """See `CellReader`."""
         return rows * self._heads <= LINES
 
 
@@ -149,8 +149,8 @@ class LatentReader:
         self._value, self._behind = value, pool.shape[-1] - value
         self._dtype, self._device = pool.dtype, pool.device
 
-    def wrapper(self, buffers: Buffers | None = None) -> Any:
-        """See `Reader`."""
+    def wrapper(self, buffers: GraphBuffers | None = None) -> Any:
+        """See `CellReader`."""
         kept: dict[str, Any] = {}
         if buffers is not None:
             kept = {
@@ -162,8 +162,8 @@ class LatentReader:
             }
         return self._flashinfer.latent(workspace(self._device), backend=self._flashinfer.variant, **kept)
 
-    def plan(self, wrapper: Any, work: Work) -> None:
-        """See `Reader`."""
+    def plan(self, wrapper: Any, work: AttentionWork) -> None:
+        """See `CellReader`."""
         assert work.window < 0, "latents have no sliding windows"
         metadata = self._flashinfer.csr(
             qo_indptr=_numbers(work.rows),
@@ -185,18 +185,18 @@ class LatentReader:
         )
 
     def run(self, wrapper: Any, memory: Tensor, q: Tensor, out: Tensor) -> Tensor:
-        """See `Reader`."""
+        """See `CellReader`."""
         lse: Tensor
         cells = memory.view(-1, self._page_size, self._value + self._behind)
         _, lse = wrapper.run(query=q, kv_cache=cells, out=out, return_lse=True)
         return lse
 
     def launched(self, wrapper: Any) -> dict[str, Any]:
-        """See `Reader`."""
+        """See `CellReader`."""
         return latent_launch(wrapper)
 
     def fits(self, rows: int) -> bool:
-        """See `Reader`."""
+        """See `CellReader`."""
         return rows * self._heads <= LATENT_LINES
 
 

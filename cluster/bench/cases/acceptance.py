@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from cluster.bench.goals import Goal
-from cluster.bench.pair import PLAIN, Pair, Shape, short_path
+from cluster.bench.pair import PLAIN, Pair, TreeChoice, short_path
 from cluster.bench.reference import Transformers
 from cluster.bench.report import Say, machine, mean, ratio, records, table
-from cluster.bench.runs import Run, Texts, params_of, run_together
+from cluster.bench.runs import EngineRun, Texts, params_of, run_together
 from cluster.bench.watched import Reached, watched_engine
 from cluster.engine import build_engine
 
-CHAIN = Shape(5)
-GOALS = {CHAIN: {0.0: 2.8, 0.8: 2.4}, Shape(5, 4, 24): {0.0: 3.3, 0.8: 3.0}}
+CHAIN = TreeChoice(5)
+GOALS = {CHAIN: {0.0: 2.8, 0.8: 2.4}, TreeChoice(5, 4, 24): {0.0: 3.3, 0.8: 3.0}}
 GOAL_OF_BOUND = 0.85
 SLACK = 1.25  # of a quick run, whose few prompts show the lengths less exactly
 TEMPERATURES = (0.0, 0.8)
@@ -141,7 +141,7 @@ def bounds_of(reached: Sequence[Reached], texts: Texts, target: Transformers, id
     return [float(torch.minimum(p[r.seed][r.position - 1], r.glance.probabilities.float()).sum()) for r in reached]
 
 
-def _watch(pair: Pair, prompts: Texts, new_tokens: int, alone: bool) -> tuple[Run, list[Reached], Tensor]:
+def _watch(pair: Pair, prompts: Texts, new_tokens: int, alone: bool) -> tuple[EngineRun, list[Reached], Tensor]:
     """A run at T=1 with a recording draft, the depths it reached within the texts, and the draft's vocabulary."""
     engine, draft = watched_engine(pair.config(CHAIN, len(prompts)), alone)
     run = run_together(engine, prompts, [params_of(new_tokens, 1.0, seed) for seed in range(len(prompts))])
@@ -149,7 +149,7 @@ def _watch(pair: Pair, prompts: Texts, new_tokens: int, alone: bool) -> tuple[Ru
     return run, [r for r in draft.reached if r.position < ends[r.seed]], draft.ids
 
 
-def accept_lengths(pair: Pair, size: Size, shapes: Sequence[Shape], say: Say) -> tuple[list[dict[str, Any]], bool]:
+def accept_lengths(pair: Pair, size: Size, shapes: Sequence[TreeChoice], say: Say) -> tuple[list[dict[str, Any]], bool]:
     """Accept length and acceptance by depth per setting and temperature; whether all tokens are plain decoding's."""
     figures, same, prompts = [], True, pair.prompts(size.prompts, size.prompt_tokens)
     engines = {shape: build_engine(pair.config(shape, size.prompts)) for shape in (PLAIN, *shapes)}

@@ -13,7 +13,7 @@ from cluster.bench.cases.faults import prompts_of
 from cluster.bench.fault import GANG, OPEN_TOKENS, Fault, undisturbed
 from cluster.bench.report import Say, table
 from cluster.bench.server import ServerProcess
-from cluster.bench.streams import Stream, errors_of, page, run_together
+from cluster.bench.streams import ClientStream, errors_of, page, run_together
 
 RESUMED, OPEN = "aerie_resumed_streams_total", "aerie_open_requests"
 POLL_S = 0.05
@@ -33,7 +33,7 @@ QUICK = Size(streams=4, queued=12, max_tokens=24, kills=1)
 
 
 @dataclass(slots=True)
-class Round:
+class KillRound:
     """One kill. Of the requests `open` at that moment, `resumed` were submitted to the new gang, the last of them
     `resumed_s` after /health was 200 again, and that was `healthy_s` after the kill. `cut` requests failed.
     """
@@ -53,10 +53,10 @@ class Round:
 
 
 def measure(size: Size, say: Say) -> dict[str, Any]:
-    """Kill a rank under this load, `size.kills` times; see `Round`."""
-    rounds: list[Round] = []
+    """Kill a rank under this load, `size.kills` times; see `KillRound`."""
+    rounds: list[KillRound] = []
 
-    def due(streams: list[Stream]) -> bool:
+    def due(streams: list[ClientStream]) -> bool:
         """Enough streams decode, and the replica has all other open requests in its queue."""
         decoding = sum(len(s.token_ids) >= OPEN_TOKENS for s in streams) >= size.streams
         return decoding and counted(server.port, OPEN) >= sum(s.ended is None for s in streams)
@@ -70,7 +70,7 @@ def measure(size: Size, say: Say) -> dict[str, Any]:
             streams = run_together(server.port, work.model, work.prompts, work.max_tokens, counter.look)
             resumed_s, resumed = counter.settle()
             fault, cut, different = counter.fault, len(errors_of(streams)), work.different(streams)
-            rounds.append(Round(killed, fault.open, resumed, fault.healthy_s, resumed_s, cut, different))
+            rounds.append(KillRound(killed, fault.open, resumed, fault.healthy_s, resumed_s, cut, different))
             say(f"crowd: {rounds[-1]}")
     return {
         "rounds": [asdict(r) for r in rounds],
@@ -88,7 +88,7 @@ class Counter:
         self._next_s = 0.0
         self._times: list[tuple[float, float]] = []
 
-    def look(self, streams: list[Stream]) -> None:
+    def look(self, streams: list[ClientStream]) -> None:
         """Called repeatedly while the streams run; causes the fault in its time."""
         self.fault.look(streams)
         if self.fault.seconds is not None and self.fault.seconds >= self._next_s:

@@ -16,7 +16,7 @@ from cluster.bench.live import LiveView, short
 from cluster.bench.rank_counts import RankCounts, by_rank, rank_table, read_ranks, since
 from cluster.bench.report import first_difference, json_line, median, ratio, records, table
 from cluster.bench.server import ServerProcess
-from cluster.bench.streams import Prompt, Stream, accept_length, first_token_ms, pace, run_together, served_model
+from cluster.bench.streams import ClientStream, Prompt, accept_length, first_token_ms, pace, run_together, served_model
 
 PLAIN = "speculative_algorithm=null"
 WARM_UP_TOKENS = 32
@@ -43,13 +43,13 @@ class Side:
     """What one server gave: the rounds of all prompts at once, those of the first prompt alone, and counts by rank."""
 
     startup_s: float = 0.0
-    together: list[list[Stream]] = field(default_factory=list)
-    alone: list[list[Stream]] = field(default_factory=list)
+    together: list[list[ClientStream]] = field(default_factory=list)
+    alone: list[list[ClientStream]] = field(default_factory=list)
     left: int = 0
     ranks: dict[int, RankCounts] = field(default_factory=dict)
 
     @property
-    def streams(self) -> list[Stream]:
+    def streams(self) -> list[ClientStream]:
         """Every measured stream."""
         return [stream for streams in (*self.together, *self.alone) for stream in streams]
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from cluster.bench.cases.demo import PROMPTS
-from cluster.bench.fault import GANG, OPEN_TOKENS, Fault, Work, idle_info, undisturbed
+from cluster.bench.fault import GANG, OPEN_TOKENS, Fault, StreamLoad, idle_info, undisturbed
 from cluster.bench.report import Say, table
 from cluster.bench.server import ServerProcess
 from cluster.bench.streams import Prompt, errors_of, run_together
@@ -33,7 +33,7 @@ QUICK = Size(
 
 
 @dataclass(slots=True)
-class Round:
+class FaultRound:
     """One fault in a server with open streams. Seconds of health count from that moment; `named` is what was blamed."""
 
     ingress: str
@@ -55,8 +55,8 @@ class Round:
 
 
 def measure(size: Size, say: Say) -> dict[str, Any]:
-    """Run every round; see `Round` for what is noted of each."""
-    rounds: list[Round] = []
+    """Run every round; see `FaultRound` for what is noted of each."""
+    rounds: list[FaultRound] = []
     for ingress, todo in size.rounds:
         with ServerProcess([*GANG, f"ingress={ingress}"]) as server:
             say(f"faults: {ingress} ingress ready after {server.ready_s:.1f} s")
@@ -82,12 +82,12 @@ def prompts_of(count: int) -> list[Prompt]:
     return [Prompt(texts[i // 2 % len(texts)], 0.8 if i % 2 else 0.0, 100 + i) for i in range(count)]
 
 
-def one_round(server: ServerProcess, work: Work, ingress: str, what: str) -> Round:
+def one_round(server: ServerProcess, work: StreamLoad, ingress: str, what: str) -> FaultRound:
     """Open the streams, cause the fault `what` once all of them have tokens, wait for their ends, and compare."""
     fault = Fault(server, what, lambda streams: all(len(s.token_ids) >= OPEN_TOKENS or s.ended for s in streams))
     streams = run_together(server.port, work.model, work.prompts, work.max_tokens, fault.look)
     fault.settle()
-    result = Round(ingress, what, different=work.different(streams), errors=errors_of(streams))
+    result = FaultRound(ingress, what, different=work.different(streams), errors=errors_of(streams))
     result.cut = len(result.errors)
     result.unhealthy_s, result.healthy_s = fault.unhealthy_s, fault.healthy_s
     after = idle_info(server.port)

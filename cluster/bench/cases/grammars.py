@@ -22,7 +22,7 @@ from cluster.engine import build_engine
 from cluster.grammar.asked import Grammar
 from cluster.grammar.vocabulary import Vocabulary
 from cluster.grammar.worker import Worker
-from cluster.request import SamplingParams
+from cluster.request import RequestParams
 from cluster.tokenizer.tokenizer import TextTokenizer
 
 GOAL_COST, GOAL_GAIN = 0.95, 1.2
@@ -104,7 +104,7 @@ def measure(pair: Pair, size: Size = Size(), say: Say = print) -> dict[str, Any]
     }
 
 
-def _params(size: Size, temperature: float, seed: int, grammar: str | None) -> SamplingParams:
+def _params(size: Size, temperature: float, seed: int, grammar: str | None) -> RequestParams:
     params = params_of(size.new_tokens, temperature, seed)
     return params if grammar is None else replace(params, grammar=grammar, ignore_eos=False)
 

@@ -17,7 +17,7 @@ from cluster.arch.layer import LayerGeometry
 from cluster.attention.ancestor_bits import line_bits
 from cluster.attention.bind import bind_attention, pool_bytes
 from cluster.attention.gather import Gather
-from cluster.batch import HostBounds, Seen, Text, Tree
+from cluster.batch import AttentionMetadata, HostBounds, PromptRows, TreeRows
 from cluster.bench.ceilings import ceilings, timed
 from cluster.bench.report import Say, machine, median, ratio, records
 from cluster.kernels.interface import Activation, Angles, HeadNorms, Kernels
@@ -45,7 +45,7 @@ class Size:
 QUICK = Size(LayerGeometry(256, 4, 2, 64, 512, 1e-5), prefix=128, rows=(1, 8), repeats=2)
 
 
-class Work(NamedTuple):
+class KernelCase(NamedTuple):
     """One kernel on some rows, by given kernels; what it has to read, and the operations that it takes."""
 
     kernel: str
@@ -87,7 +87,7 @@ def measure(size: Size, say: Say = print) -> dict[str, Any]:
     }
 
 
-def turns(own: Work, twin: Work, repeats: int) -> tuple[float, float]:
+def turns(own: KernelCase, twin: KernelCase, repeats: int) -> tuple[float, float]:
     """Seconds of one call of each, the medians over turns of some milliseconds."""
     own.run(), twin.run()
     calls = max(1, min(200, int(0.005 / max(1e-6, timed(own.run), timed(twin.run)))))
@@ -105,7 +105,7 @@ def repeated(run: Callable[[], object], calls: int) -> None:
         run()
 
 
-def works(size: Size, kernels: Kernels, dtype: torch.dtype) -> Iterator[Work]:
+def works(size: Size, kernels: Kernels, dtype: torch.dtype) -> Iterator[KernelCase]:
     """The kernels of a layer, in turn; the same rows for the same seed."""
     g, each = size.layer, dtype.itemsize
     dice = torch.Generator().manual_seed(0)
@@ -121,28 +121,32 @@ def works(size: Size, kernels: Kernels, dtype: torch.dtype) -> Iterator[Work]:
         for rows in size.rows:
             given = made(rows, inputs)
             read, computed = inputs * outputs * each, 2 * rows * inputs * outputs
-            yield Work(name, f"{rows} rows", partial(weight, given), read, computed)
+            yield KernelCase(name, f"{rows} rows", partial(weight, given), read, computed)
     for rows in size.rows[:: len(size.rows) - 1]:
         yield from _row_works(g, rows, kernels, made, each)
     yield from attention_works(size, kernels, dtype)
 
 
-def _row_works(g: LayerGeometry, rows: int, kernels: Kernels, made: Callable[..., Tensor], each: int) -> Iterator[Work]:
+def _row_works(
+    g: LayerGeometry, rows: int, kernels: Kernels, made: Callable[..., Tensor], each: int
+) -> Iterator[KernelCase]:
     said, x, more, scale = f"{rows} rows", made(rows, g.hidden), made(rows, g.hidden), made(g.hidden)
-    yield Work("add and norm", said, lambda: kernels.add_norm(x, more, scale, g.eps), 2 * rows * g.hidden * each, 0)
+    yield KernelCase(
+        "add and norm", said, lambda: kernels.add_norm(x, more, scale, g.eps), 2 * rows * g.hidden * each, 0
+    )
     heads, angles = (
         made(rows, g.heads + g.kv_heads, g.head_dim),
         Angles(made(rows, 1, g.head_dim), made(rows, 1, g.head_dim)),
     )
     norms = HeadNorms(g.heads, made(g.head_dim), made(g.head_dim), g.eps)
     moved = heads.numel() * each
-    yield Work("rotate", said, lambda: kernels.rotate(heads, angles), moved, 0)
-    yield Work("norm and rotate heads", said, lambda: kernels.rotate(heads, angles, norms), moved, 0)
+    yield KernelCase("rotate", said, lambda: kernels.rotate(heads, angles), moved, 0)
+    yield KernelCase("norm and rotate heads", said, lambda: kernels.rotate(heads, angles, norms), moved, 0)
     both = made(rows, 2 * g.intermediate)
-    yield Work("activate", said, lambda: kernels.activate(both, Activation()), both.numel() * each, 0)
+    yield KernelCase("activate", said, lambda: kernels.activate(both, Activation()), both.numel() * each, 0)
 
 
-def attention_works(size: Size, kernels: Kernels, dtype: torch.dtype, fp8: bool = False) -> Iterator[Work]:
+def attention_works(size: Size, kernels: Kernels, dtype: torch.dtype, fp8: bool = False) -> Iterator[KernelCase]:
     """Decoding, a chain, a tree, and a chunk of a prompt, all behind prefixes of the same length, over a cache in
     `dtype` or in FP8.
     """
@@ -166,12 +170,15 @@ def attention_works(size: Size, kernels: Kernels, dtype: torch.dtype, fp8: bool 
         write = table.slots(number[:, None], prefix + torch.arange(rows)).flatten()
         tree = text = None
         if name == "prompt":
-            text = Text(number, lens, torch.tensor([0, rows]))
+            text = PromptRows(number, lens, torch.tensor([0, rows]))
         else:
-            tree = Tree(number, lens, line_bits(rows, rows, CPU), rows)
+            tree = TreeRows(number, lens, line_bits(rows, rows, CPU), rows)
         q = torch.randn(requests * rows, g.heads, g.head_dim, generator=dice).to(dtype)
         kv = torch.randn(requests * rows, *g.cell, generator=dice).to(dtype)
-        seen, bounds = Seen(write, tree, text), HostBounds(prefix, ((prefix, prefix + rows),) if text else ())
+        seen, bounds = (
+            AttentionMetadata(write, tree, text),
+            HostBounds(prefix, ((prefix, prefix + rows),) if text else ()),
+        )
 
         def run(attention: Any = attention, q: Tensor = q, kv: Tensor = kv, told: Any = (bounds, seen)) -> Tensor:
             attention.prepare(told[0])
@@ -181,7 +188,7 @@ def attention_works(size: Size, kernels: Kernels, dtype: torch.dtype, fp8: bool 
 
         read = requests * (prefix + rows) * pool_bytes([g], dtype, fp8)
         computed = 4 * requests * rows * (prefix + rows / 2) * g.heads * g.head_dim
-        yield Work(f"attend, {name}", f"{requests} x {rows} rows", run, read, computed)
+        yield KernelCase(f"attend, {name}", f"{requests} x {rows} rows", run, read, computed)
 
 
 def show(result: dict[str, Any]) -> str:

@@ -7,12 +7,12 @@ from dataclasses import asdict
 from typing import Any
 
 from cluster.bench.cases.acceptance import QUICK, Size, accept_lengths, heading
-from cluster.bench.pair import Pair, Shape, short_path
+from cluster.bench.pair import Pair, TreeChoice, short_path
 from cluster.bench.report import Say, machine, table
 
 __all__ = ["QUICK", "Size", "measure", "show"]
 
-SHAPES = (Shape(3), Shape(3, 4, 16))
+SHAPES = (TreeChoice(3), TreeChoice(3, 4, 16))
 
 
 def measure(pair: Pair, size: Size, say: Say = print) -> dict[str, Any]:

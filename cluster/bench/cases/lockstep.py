@@ -15,8 +15,8 @@ from typing import Any
 from cluster.bench import routing
 from cluster.bench.goals import Goal
 from cluster.bench.pair import Pair, short_path
-from cluster.bench.prefill_interference import Stalls, measured, show_stalls, stall_goals, stalled
-from cluster.bench.ranks import QUICK, Case, Job, Life, RankProcesses, Size, settings_of
+from cluster.bench.prefill_interference import Stalls, interference_goals, measured, show_stalls, stalled
+from cluster.bench.ranks import QUICK, Case, RankProcesses, RankRequest, RankRun, Size, settings_of
 from cluster.bench.report import Say, machine, median, medians, ratio, table
 from cluster.observability.metrics import REPLAY
 
@@ -34,7 +34,7 @@ UNEVEN_PADDED = "dp2, uneven, padded"
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class LockstepFigures:
     """The figures of one gang; times are medians over steps without prefill in which rank 0 decodes all it has.
     `draft_ms` is None where such steps were replayed as captured programs: the draft's phase is not known then.
     """
@@ -49,7 +49,7 @@ class Figures:
 def measure(pair: Pair, size: Size, say: Say = print) -> dict[str, Any]:
     """Run everything and return the figures, JSON-ready."""
     cases = _cases(pair, size)
-    runs: dict[str, list[Figures]] = {name: [] for name in cases}
+    runs: dict[str, list[LockstepFigures]] = {name: [] for name in cases}
     texts: dict[str, dict[str, list[int]]] = {}
     stalls: list[Stalls] = []
     with RankProcesses(2) as ranks:
@@ -63,7 +63,7 @@ def measure(pair: Pair, size: Size, say: Say = print) -> dict[str, Any]:
     return report(pair, size, runs, texts, stalls)
 
 
-def figures(lives: Sequence[Life]) -> Figures:
+def figures(lives: Sequence[RankRun]) -> LockstepFigures:
     """The figures of a gang from the records of its ranks; rank 0 has requests in every case."""
     steps = list(zip(*(life.steps for life in lives), strict=True))
     most = max(step[0].decodes for step in steps)
@@ -72,7 +72,7 @@ def figures(lives: Sequence[Life]) -> Figures:
     padded, target = (sum(getattr(s, name) for step in steps for s in step) for name in ("padded_rows", "target_rows"))
     ended = max(times[-1] for life in lives for times in life.times.values())
     began = min(at for life in lives for at in life.submitted.values())
-    return Figures(
+    return LockstepFigures(
         step_ms=1000 * median([step[0].seconds for step in steady]),
         draft_ms=None if any(REPLAY in step[0].phases for step in steady) else 1000 * median(drafts),
         # The rank that arrives last waits for no other: its time is that of the agreement itself.
@@ -85,7 +85,7 @@ def figures(lives: Sequence[Life]) -> Figures:
 def report(
     pair: Pair,
     size: Size,
-    runs: dict[str, list[Figures]],
+    runs: dict[str, list[LockstepFigures]],
     texts: dict[str, dict[str, list[int]]],
     stalls: Sequence[Stalls],
 ) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def report(
 def goals(result: dict[str, Any]) -> list[Goal]:
     """The goals of the stall at the default `prefill_share`, and that every gang gives the tokens of one rank."""
     texts = Goal("texts that differ from one rank's", result["texts"] - result["same_texts"], 0, slack=1)
-    return [*stall_goals(result["stall"]), texts]
+    return [*interference_goals(result["stall"]), texts]
 
 
 def show(result: dict[str, Any]) -> str:
@@ -171,9 +171,11 @@ def _cases(pair: Pair, size: Size) -> dict[str, Case]:
     """Every case but those of `stall`; request i has the same prompt in all of them."""
     prompts = pair.prompts(2 * size.requests, size.prompt_tokens)
 
-    def jobs(first: int, second: int = 0, ranks: int = 2) -> list[Job]:
-        on_first = [Job(f"a{i}", 0, prompts[i], size.new_tokens) for i in range(first)]
-        on_second = [Job(f"b{i}", ranks - 1, prompts[size.requests + i], size.new_tokens) for i in range(second)]
+    def jobs(first: int, second: int = 0, ranks: int = 2) -> list[RankRequest]:
+        on_first = [RankRequest(f"a{i}", 0, prompts[i], size.new_tokens) for i in range(first)]
+        on_second = [
+            RankRequest(f"b{i}", ranks - 1, prompts[size.requests + i], size.new_tokens) for i in range(second)
+        ]
         return on_first + on_second
 
     own, total = size.requests, 2 * size.requests

@@ -12,21 +12,21 @@ from math import prod
 from typing import Any
 
 from cluster.bench.goals import Goal
-from cluster.bench.pair import DEFAULT, PLAIN, Pair, Shape, short_path
+from cluster.bench.pair import DEFAULT, PLAIN, Pair, TreeChoice, short_path
 from cluster.bench.reference import Transformers
 from cluster.bench.report import Say, first_difference, machine, median, ratio, table
-from cluster.bench.runs import Run, Texts, run_greedily
+from cluster.bench.runs import EngineRun, Texts, run_greedily
 from cluster.engine import build_engine
 
 BATCHES = (1, 8)
 TRIED = (
-    *(Shape(steps) for steps in (2, 3, 4, 5)),
-    Shape(3, 2, 6),
-    Shape(4, 2, 8),
-    Shape(5, 2, 12),
-    Shape(2, 4, 8),
-    Shape(3, 4, 12),
-    Shape(4, 4, 16),
+    *(TreeChoice(steps) for steps in (2, 3, 4, 5)),
+    TreeChoice(3, 2, 6),
+    TreeChoice(4, 2, 8),
+    TreeChoice(5, 2, 12),
+    TreeChoice(2, 4, 8),
+    TreeChoice(3, 4, 12),
+    TreeChoice(4, 4, 16),
 )
 SHAPES = TRIED if DEFAULT in TRIED else (*TRIED, DEFAULT)
 TRANSFORMERS = "transformers"
@@ -34,7 +34,7 @@ GOAL_SPEEDUP = {1: 1.6, 8: 1.2}
 GOAL_TRANSFORMERS = {1: 3.0, 8: 2.0}
 GOAL_OUTSIDE = 0.15
 
-Work = Callable[[Texts], Run]  # runs prompts at the same time
+Work = Callable[[Texts], EngineRun]  # runs prompts at the same time
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +57,11 @@ class Contender:
 
     name: str
     work: Work
-    runs: dict[int, list[Run]] = field(default_factory=dict)
+    runs: dict[int, list[EngineRun]] = field(default_factory=dict)
 
-    def run(self, prompts: Texts, batch: int) -> Run:
+    def run(self, prompts: Texts, batch: int) -> EngineRun:
         """Run the prompts, `batch` of them at a time."""
-        whole = Run()
+        whole = EngineRun()
         for start in range(0, len(prompts), batch):
             whole.add(self.work(prompts[start : start + batch]))
         return whole
@@ -81,7 +81,7 @@ def measure(pair: Pair, size: Size = Size(), say: Say = print) -> dict[str, Any]
     return report(pair, size, SHAPES, run_contenders(pair, size, SHAPES, say))
 
 
-def run_contenders(pair: Pair, size: Size, shapes: Sequence[Shape], say: Say = print) -> dict[str, Contender]:
+def run_contenders(pair: Pair, size: Size, shapes: Sequence[TreeChoice], say: Say = print) -> dict[str, Contender]:
     """Run every contender in every repeat; a first, shorter round warms all of them up and is not recorded."""
     prompts = pair.prompts(size.prompts, size.prompt_tokens)
     contenders: dict[str, Contender] = {}
@@ -103,7 +103,7 @@ def run_contenders(pair: Pair, size: Size, shapes: Sequence[Shape], say: Say = p
     return contenders
 
 
-def report(pair: Pair, size: Size, shapes: Sequence[Shape], contenders: dict[str, Contender]) -> dict[str, Any]:
+def report(pair: Pair, size: Size, shapes: Sequence[TreeChoice], contenders: dict[str, Contender]) -> dict[str, Any]:
     """The figures of all contenders, the best settings, and plain decoding against `transformers`."""
     plain, reference = contenders[str(PLAIN)], contenders[TRANSFORMERS]
     truth = {batch: plain.runs[batch][0].tokens for batch in BATCHES}
@@ -203,7 +203,9 @@ def show(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _setting(contender: Contender, shape: Shape, plain: Contender, truth: dict[int, list[list[int]]]) -> dict[str, Any]:
+def _setting(
+    contender: Contender, shape: TreeChoice, plain: Contender, truth: dict[int, list[list[int]]]
+) -> dict[str, Any]:
     runs = contender.runs
     every = [(run, truth[batch]) for batch in BATCHES for run in runs[batch]]
     differ = [first_difference(a, b) for run, texts in every for a, b in zip(run.tokens, texts, strict=True)]

@@ -13,7 +13,7 @@ from typing import Any
 
 from cluster.bench.goals import Goal
 from cluster.bench.pair import Pair
-from cluster.bench.ranks import Case, Job, Life, RankProcesses, settings_of
+from cluster.bench.ranks import Case, RankProcesses, RankRequest, RankRun, settings_of
 from cluster.bench.report import Say, machine, mean, median, medians, ratio, table
 
 WARM = 3  # steady steps that are left out
@@ -38,7 +38,7 @@ QUICK = Size(requests=8, new_tokens=60, repeats=1)
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class OverlapFigures:
     """`host_ms`: from a step to the next, less the waits for the device and for peers (the rank that waits least);
     `parts_ms`: of that, schedule, agree (without peers), assemble and commit, without metrics and the benchmark's loop.
     `gap_share`: of that time, the part in which the device that waits most had nothing to do.
@@ -54,7 +54,7 @@ def measure(pair: Pair, size: Size, say: Say = print) -> dict[str, Any]:
     """Run everything and return the figures, JSON-ready."""
     names = [(1, True, NO_TIME_MS), *((world, ahead, size.step_ms) for world in (1, 2) for ahead in (True, False))]
     cases = {name: _case(pair, size, *name) for name in names}
-    runs: dict[tuple[int, bool, float], list[Figures]] = {name: [] for name in cases}
+    runs: dict[tuple[int, bool, float], list[OverlapFigures]] = {name: [] for name in cases}
     with RankProcesses(2) as ranks:
         for repeat in range(size.repeats):
             say(f"overlap: repeat {repeat + 1} of {size.repeats}")
@@ -75,7 +75,7 @@ def measure(pair: Pair, size: Size, say: Say = print) -> dict[str, Any]:
     }
 
 
-def figures(lives: Sequence[Life], size: Size) -> Figures:
+def figures(lives: Sequence[RankRun], size: Size) -> OverlapFigures:
     """The figures of a gang's steady steps, in which every rank decodes all its requests and runs no prompt."""
     hosts, parts, gaps, steps = [], [], [], []
     for life in lives:
@@ -88,7 +88,7 @@ def figures(lives: Sequence[Life], size: Size) -> Figures:
         parts.append(median(own) + median(life.device_sends[WARM:]))
         gaps.append(ratio(mean(life.device_gaps[WARM:]), mean(took)))
         steps.append(mean(took))
-    return Figures(1000 * mean(steps), 1000 * max(hosts), 1000 * max(parts), max(gaps))
+    return OverlapFigures(1000 * mean(steps), 1000 * max(hosts), 1000 * max(parts), max(gaps))
 
 
 def goals(result: dict[str, Any]) -> list[Goal]:
@@ -131,7 +131,7 @@ def show(result: dict[str, Any]) -> str:
 def _case(pair: Pair, size: Size, world: int, ahead: bool, device_ms: float) -> Case:
     prompts = pair.prompts(size.requests * world, size.prompt_tokens)
     jobs = [
-        Job(f"{rank}/{number}", rank, prompts[rank * size.requests + number], size.new_tokens)
+        RankRequest(f"{rank}/{number}", rank, prompts[rank * size.requests + number], size.new_tokens)
         for rank in range(world)
         for number in range(size.requests)
     ]

@@ -29,17 +29,17 @@ from cluster.arch import read_target
 from cluster.arch.keys import read_json
 from cluster.arch.resolve import resolve_models
 from cluster.bench.goals import Goal
-from cluster.bench.pair import PLAIN, Pair, Shape, short_path
+from cluster.bench.pair import PLAIN, Pair, TreeChoice, short_path
 from cluster.bench.random_models import made_up, random_prompts
 from cluster.bench.report import Say, machine, median, ratio, table
-from cluster.bench.runs import Run, Texts, params_of, run_together
+from cluster.bench.runs import EngineRun, Texts, params_of, run_together
 from cluster.config import ConfigError
 from cluster.engine import Engine, build_engine
 
 VLLM = "AERIE_VLLM"
 REPAIR = "AERIE_REPAIR"  # of `vllm_program`
 PROGRAM = Path(__file__).resolve().parents[1] / "vllm_program.py"
-CHAIN = Shape(3)
+CHAIN = TreeChoice(3)
 OURS, THEIRS = "ours", ("vllm", "tuned")  # the contenders
 TEMPERATURES = (0.0, 1.0)
 GOALS = {  # times as fast as the tuned one, by setting, temperature and batch
@@ -73,7 +73,7 @@ class Setup(NamedTuple):
 
 
 def setups(python: str) -> dict[str, Setup]:
-    """The two by their names in `Line.runs`. Intel's OpenMP comes with vLLM's package."""
+    """The two by their names in `PeerRow.runs`. Intel's OpenMP comes with vLLM's package."""
     library = Path(python).parents[1] / "lib" / "libiomp5.so"
     tuned = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))), REPAIR: "1"}
     tuned |= {"LD_PRELOAD": str(library)} if library.is_file() else {}
@@ -111,7 +111,7 @@ class Peer:
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)  # it has processes of its own
 
-    def run(self, prompts: Texts, new_tokens: int, temperature: float) -> Run:
+    def run(self, prompts: Texts, new_tokens: int, temperature: float) -> EngineRun:
         """Generate after all prompts at the same time."""
         assert self._process.stdin is not None
         asked = {"prompts": [list(prompt) for prompt in prompts], "new_tokens": new_tokens, "temperature": temperature}
@@ -122,7 +122,7 @@ class Peer:
         self._stand()
         steps, accepted = int(answer.get("drafts", 0)), int(answer.get("accepted", 0))
         before, self._counted = self._counted, (steps, accepted)
-        return Run(answer["tokens"], answer["seconds"], steps=steps - before[0], accepted=accepted - before[1])
+        return EngineRun(answer["tokens"], answer["seconds"], steps=steps - before[0], accepted=accepted - before[1])
 
     def _stand(self) -> None:
         """Stop its processes: between its turns their threads would poll, on the cores of whoever has the turn."""
@@ -141,13 +141,13 @@ class Peer:
 
 
 @dataclass(slots=True)
-class Line:
+class PeerRow:
     """One row of the table: the runs of all contenders, by name."""
 
-    shape: Shape
+    shape: TreeChoice
     temperature: float
     batch: int
-    runs: dict[str, list[Run]] = field(default_factory=lambda: {name: [] for name in (OURS, *THEIRS)})
+    runs: dict[str, list[EngineRun]] = field(default_factory=lambda: {name: [] for name in (OURS, *THEIRS)})
 
     def facts(self) -> dict[str, Any]:
         """The medians, JSON-ready."""
@@ -192,7 +192,7 @@ def measure(pair: Pair, size: Size, say: Say = print) -> dict[str, Any]:
 
 def _measured(python: str, pair: Pair, prompts: Texts, size: Size, say: Say) -> dict[str, Any]:
     shapes = (PLAIN, CHAIN) if pair.draft else (PLAIN,)
-    lines = [Line(shape, t, batch) for shape in shapes for t in TEMPERATURES for batch in size.batches]
+    lines = [PeerRow(shape, t, batch) for shape in shapes for t in TEMPERATURES for batch in size.batches]
     for shape in shapes:
         own = [line for line in lines if line.shape == shape]
         engine = build_engine(pair.config(shape, max(size.batches)))
@@ -225,7 +225,7 @@ def _measured(python: str, pair: Pair, prompts: Texts, size: Size, say: Say) -> 
     }
 
 
-def _settings(pair: Pair, dtype: str, shape: Shape, size: Size, stack: ExitStack) -> dict[str, Any]:
+def _settings(pair: Pair, dtype: str, shape: TreeChoice, size: Size, stack: ExitStack) -> dict[str, Any]:
     """What `vllm.LLM` is given; `stack` keeps the copy of the draft."""
     settings: dict[str, Any] = {
         "model": pair.target,
@@ -270,11 +270,11 @@ def version_of(python: str) -> str:
 
 
 def _turn(
-    line: Line, engine: Engine, peers: Mapping[str, Peer], prompts: Sequence[Sequence[int]], size: Size, repeat: int
+    line: PeerRow, engine: Engine, peers: Mapping[str, Peer], prompts: Sequence[Sequence[int]], size: Size, repeat: int
 ) -> None:
     """Every contender's run once; in reverse order every other time."""
 
-    def run(name: str) -> Run:
+    def run(name: str) -> EngineRun:
         if name != OURS:
             return peers[name].run(prompts, size.new_tokens, line.temperature)
         params = [params_of(size.new_tokens, line.temperature, seed) for seed in range(len(prompts))]

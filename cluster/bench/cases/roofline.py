@@ -23,12 +23,12 @@ from cluster.bench.ceilings import Ceilings, ceilings
 from cluster.bench.demand import Demand, least_seconds, step_demand
 from cluster.bench.goals import Goal
 from cluster.bench.loaded import Loaded, Wrap
-from cluster.bench.oracle_draft import Counting, ToldDraft, Truth, Written
-from cluster.bench.pair import PLAIN, Pair, Shape, short_path
+from cluster.bench.oracle_draft import Counting, OracleDraft, Truth, WrittenTruth
+from cluster.bench.pair import PLAIN, Pair, TreeChoice, short_path
 from cluster.bench.random_models import made_up, random_prompts
 from cluster.bench.report import Say, machine, mean, median, ratio, records
 from cluster.bench.runs import params_of
-from cluster.bench.steady import WARM, NotSteadyError, Steps, steady
+from cluster.bench.steady import WARM, NotSteadyError, SteadySteps, steady
 from cluster.config import ConfigError, EngineConfig
 from cluster.observability.metrics import DEVICE_PHASES, REPLAY
 from cluster.request import Request
@@ -52,7 +52,7 @@ class Size:
     are padded to the batches, of which programs are made at start.
     """
 
-    trees: tuple[Shape, ...] = (PLAIN, Shape(3), Shape(5, 8, 32))
+    trees: tuple[TreeChoice, ...] = (PLAIN, TreeChoice(3), TreeChoice(5, 8, 32))
     batches: tuple[int, ...] = (1, 8, 32)
     contexts: tuple[int, ...] = (128, 1024)
     steps: int = 24
@@ -80,10 +80,10 @@ class Subject:
 class Measured(NamedTuple):
     """Steady steps of one tree at one batch, and the models that made them."""
 
-    tree: Shape
+    tree: TreeChoice
     batch: int
     captured: bool
-    steps: Steps
+    steps: SteadySteps
     models: ResolvedModels
 
 
@@ -152,7 +152,7 @@ def _of_engine(
     loaded: Loaded,
     config: EngineConfig,
     wrap: Wrap | None,
-    what: tuple[Shape, bool],
+    what: tuple[TreeChoice, bool],
     asked: dict[int, list[Request]],
     size: Size,
     skipped: dict[str, str],
@@ -203,7 +203,7 @@ def most_new(size: Size) -> int:
     return (prompts + WARM + size.steps + 2) * (max(tree.num_steps for tree in size.trees) + 1)
 
 
-def config_of(pair: Pair, tree: Shape, size: Size, captured: bool = False) -> EngineConfig:
+def config_of(pair: Pair, tree: TreeChoice, size: Size, captured: bool = False) -> EngineConfig:
     """An engine's config with room for the largest load."""
     requests = max(size.batches)
     length = max(max(size.contexts) + most_new(size), SAMPLE_TOKENS) + 16
@@ -289,7 +289,7 @@ def _truth(subject: Subject, loaded: Loaded, asked: dict[int, list[Request]], si
             for output in engine.step().outputs:
                 texts[int(output.request_id)] += output.token_ids
     longest = max(map(len, texts))
-    return Written(torch.tensor([text + text[-1:] * (longest - len(text)) for text in texts]).to(loaded.device))
+    return WrittenTruth(torch.tensor([text + text[-1:] * (longest - len(text)) for text in texts]).to(loaded.device))
 
 
 def _wrap(truth: Truth | None, size: Size, loaded: Loaded) -> Wrap | None:
@@ -300,7 +300,7 @@ def _wrap(truth: Truth | None, size: Size, loaded: Loaded) -> Wrap | None:
 
     def told(draft: Draft, models: ResolvedModels) -> Draft:
         most = min(wanted, models.shape.num_steps + 1)
-        return ToldDraft(draft, known, most, models.target.vocab_size, loaded.device)
+        return OracleDraft(draft, known, most, models.target.vocab_size, loaded.device)
 
     return told
 

@@ -21,9 +21,9 @@ from cluster.bench.cases.faults import prompts_of
 from cluster.bench.fault import REPLICA, server_info
 from cluster.bench.goals import Goal
 from cluster.bench.report import Say, machine, records
-from cluster.bench.rudeness import ACTS, Tally, act
+from cluster.bench.rudeness import ACTS, AnswerTally, act
 from cluster.bench.server import TWO_RANKS, ServerProcess
-from cluster.bench.streams import HOST, Prompt, Stream, served_model
+from cluster.bench.streams import HOST, ClientStream, Prompt, served_model
 from cluster.bench.wire import drive
 
 LIMIT_S = 0.5  # the longest pause that a stream may have
@@ -57,7 +57,7 @@ class Phase:
     long: int = 0
     cut: int = 0
     replaced: bool = False
-    tally: Tally = field(default_factory=Tally)
+    tally: AnswerTally = field(default_factory=AnswerTally)
 
     @property
     def longest_s(self) -> float:
@@ -83,7 +83,7 @@ class Listener:
         self._last: float | None = None  # when the present stream last sent an event; None between two
         self.longest, self.long = 0.0, 0
         self.errors: list[str] = []
-        self.stream = Stream(prompt)
+        self.stream = ClientStream(prompt)
         threading.Thread(target=self._run, daemon=True).start()
 
     def take_pauses(self) -> tuple[float, int]:
@@ -98,7 +98,7 @@ class Listener:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            self.stream = Stream(self.stream.prompt, heard=self.heard)
+            self.stream = ClientStream(self.stream.prompt, heard=self.heard)
             self.stream.run(self._port, self._model, self._max_tokens)
             self._last = None
             if self.stream.error is not None and not self._stop.is_set():
@@ -127,10 +127,10 @@ def measure(size: Size, say: Say) -> dict[str, Any]:
         _wait(lambda: all(len(listener.stream.token_ids) >= OPEN_TOKENS for listener in listeners))
         phases = []
 
-        def abuse(what: str, count: int) -> Tally:
+        def abuse(what: str, count: int) -> AnswerTally:
             if not count:
                 time.sleep(size.quiet_s)
-                return Tally()
+                return AnswerTally()
             return other.submit(drive, act, what, server.port, model, count).result()
 
         for what, count in (("nothing", 0), *zip(ACTS, size.times, strict=True)):
@@ -154,7 +154,11 @@ def measure(size: Size, say: Say) -> dict[str, Any]:
 
 
 def _phase(
-    server: ServerProcess, listeners: Sequence[Listener], what: str, count: int, abuse: Callable[[str, int], Tally]
+    server: ServerProcess,
+    listeners: Sequence[Listener],
+    what: str,
+    count: int,
+    abuse: Callable[[str, int], AnswerTally],
 ) -> Phase:
     before = _identity(server)
     cuts = sum(len(listener.errors) for listener in listeners)

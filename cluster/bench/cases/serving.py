@@ -11,7 +11,7 @@ from cluster.bench.pair import Pair
 from cluster.bench.processes import Memory, memory_of
 from cluster.bench.report import Say, machine, median, table
 from cluster.bench.server import ServerProcess
-from cluster.bench.streams import Prompt, Stream, accept_length, first_token_ms, pace, run_together, served_model
+from cluster.bench.streams import ClientStream, Prompt, accept_length, first_token_ms, pace, run_together, served_model
 
 GOAL_START_S = 25.0
 
@@ -37,7 +37,7 @@ class Start:
     idle: Memory
     loaded: Memory
     by_process: dict[str, float]
-    streams: list[list[Stream]]
+    streams: list[list[ClientStream]]
 
 
 def measure(pair: Pair, size: Size = Size(), say: Say = print) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from cluster.bench.fault import Fault, idle_info
 from cluster.bench.pair import Pair
 from cluster.bench.report import Say, table
 from cluster.bench.server import ServerProcess
-from cluster.bench.streams import Prompt, Stream, errors_of, run_together, served_model
+from cluster.bench.streams import ClientStream, Prompt, errors_of, run_together, served_model
 
 BURN = "while True: pass"
 NO_DRAFT = ("speculative_algorithm=null", "tp_size=1", "attn_dp_size=1")
@@ -39,7 +39,7 @@ QUICK = Size(streams=4, max_tokens=8, long_prompt_tokens=400, rounds=(NO_FAULT, 
 
 
 @dataclass(slots=True)
-class Round:
+class StrainRound:
     """What clients saw of one round. Seconds of health count from the moment the rank was stopped."""
 
     what: str
@@ -61,7 +61,7 @@ class Round:
 
 
 def measure(target: str, dtype: str, size: Size, say: Say) -> dict[str, Any]:
-    """Run every round against one server of the model in folder `target`, without a draft; see `Round`."""
+    """Run every round against one server of the model in folder `target`, without a draft; see `StrainRound`."""
     pair = Pair(target)
     short = pair.texts(size.streams, size.prompt_tokens)
     longs = pair.texts(len(size.rounds), size.long_prompt_tokens)  # one a round: none is in the radix tree
@@ -77,19 +77,19 @@ def measure(target: str, dtype: str, size: Size, say: Say) -> dict[str, Any]:
     return {"rounds": [asdict(r) for r in rounds], "start_s": server.ready_s, "failed": sum(r.failed for r in rounds)}
 
 
-def one_round(server: ServerProcess, size: Size, short: list[str], long: str, what: str) -> Round:
+def one_round(server: ServerProcess, size: Size, short: list[str], long: str, what: str) -> StrainRound:
     """Open all streams, stop the rank once each of the short ones has a token, and wait for every end."""
     prompts = [Prompt(text, 0.0, i) for i, text in enumerate([*short, long])]
     watch = Pauses(len(prompts))
     fault = Fault(server, what, lambda streams: what != NO_FAULT and all(s.token_ids or s.ended for s in streams[:-1]))
 
-    def look(streams: list[Stream]) -> None:
+    def look(streams: list[ClientStream]) -> None:
         watch.look(streams)
         fault.look(streams)
 
     streams = run_together(server.port, served_model(server.port), prompts, size.max_tokens, look, timeout_s=PATIENCE_S)
     fault.settle()
-    result = Round(what, asked=len(prompts), longest_pause_s=watch.longest_s, errors=errors_of(streams))
+    result = StrainRound(what, asked=len(prompts), longest_pause_s=watch.longest_s, errors=errors_of(streams))
     result.answered = result.asked - len(result.errors)
     result.long_prompt_first_s = streams[-1].first_s
     result.unhealthy_s, result.healthy_s = fault.unhealthy_s, fault.healthy_s
@@ -107,7 +107,7 @@ class Pauses:
         self._seen = [(0, 0.0)] * streams
         self.longest_s = 0.0
 
-    def look(self, streams: list[Stream]) -> None:
+    def look(self, streams: list[ClientStream]) -> None:
         """Note which streams have grown since the last look."""
         for at, stream in enumerate(streams):
             count, when = len(stream.token_ids), stream.seconds

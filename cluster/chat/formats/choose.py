@@ -9,12 +9,12 @@ from cluster.chat.formats.harmony import HARMONY
 from cluster.chat.formats.hermes import HERMES
 from cluster.chat.formats.llama3 import LLAMA3
 from cluster.chat.formats.mistral import ARGS, CALLS, MISTRAL, MISTRAL_LIST
-from cluster.chat.formats.plan import THINK, Format, MarkedFormat
+from cluster.chat.formats.plan import THINK, ChatFormat, MarkedFormat
 from cluster.chat.formats.qwen3_coder import QWEN3_CODER
 from cluster.config import ConfigError
 
 NONE = "none"
-FORMATS: dict[str, Format] = {
+FORMATS: dict[str, ChatFormat] = {
     format.name: format
     for format in (
         HERMES,
@@ -56,10 +56,10 @@ REASONING_NAMES = (NONE, *THINKING, HARMONY.name)
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ChosenFormat:
     """A model's format; None for a model without one. `calls`, `thought`: what was chosen for each, as it is shown."""
 
-    format: Format | None
+    format: ChatFormat | None
     calls: str = NONE
     thought: str = NONE
 
@@ -94,24 +94,24 @@ def choose(
     tokens: Collection[str],
     model_type: str,
     settings: tuple[str | None, str | None],
-) -> Chosen:
+) -> ChosenFormat:
     """The format of a model with this chat template (empty for none), these added `tokens`, and the `model_type` of its
     config. `settings` are as `named` has them, and come first.
     """
     calls, thought = settings
     written = calls or (_calls_of(template, tokens, model_type) if thought != HARMONY.name else HARMONY.name)
     if written == HARMONY.name:
-        return Chosen(HARMONY, HARMONY.name, HARMONY.name)
+        return ChosenFormat(HARMONY, HARMONY.name, HARMONY.name)
     marks = thought or _thought_of(template, tokens)
     base = FORMATS.get(written)
     if base is None:
         if marks == NONE:
-            return Chosen(None)
+            return ChosenFormat(None)
         base = MarkedFormat(NONE)
     assert isinstance(base, MarkedFormat)
     thinking = THINKING.get(marks)
     shown = base.special if thinking is None else (*base.special, thinking.begin, thinking.end)
-    return Chosen(replace(base, thinking=thinking, special=tuple(dict.fromkeys(shown))), written, marks)
+    return ChosenFormat(replace(base, thinking=thinking, special=tuple(dict.fromkeys(shown))), written, marks)
 
 
 def _calls_of(template: str, tokens: Collection[str], model_type: str) -> str:

@@ -3,9 +3,9 @@
 import re
 
 from cluster.chat.blocks import TaggedBlock
-from cluster.chat.formats.plan import THINK, MarkedFormat, Written
+from cluster.chat.formats.plan import THINK, CallSyntax, MarkedFormat
 from cluster.chat.formats.tagged import tagged_arguments
-from cluster.chat.reading import Calling
+from cluster.chat.reading import CallingMarks
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 VALUE, VALUE_END = "<arg_value>", "</arg_value>"
@@ -24,8 +24,8 @@ def _mark(name: str) -> tuple[str, str]:
 GLM = MarkedFormat(
     "glm45",
     THINK,
-    Calling((BEGIN,), lambda tools: TaggedBlock(WHOLE, ARGUMENT, {BEGIN: END}, (VALUE, VALUE_END), tools)),
-    Written(
+    CallingMarks((BEGIN,), lambda tools: TaggedBlock(WHOLE, ARGUMENT, {BEGIN: END}, (VALUE, VALUE_END), tools)),
+    CallSyntax(
         before=lambda name: f"{BEGIN}{name}\n",
         after=END,
         between="\n",

@@ -8,10 +8,10 @@ other tokenizer than the original, and reads tokens where we have text.
 import re
 from collections.abc import Sequence
 
-from cluster.chat.events import Event, Said, Thought
-from cluster.chat.formats.plan import Answer, Form, Prompted, Written, any_id, one_after_another, one_of, text
+from cluster.chat.events import Event, ReasoningPiece, TextPiece
+from cluster.chat.formats.plan import Answer, CallSyntax, Form, Prompted, any_id, one_after_another, one_of, text
 from cluster.chat.json_text import members
-from cluster.chat.reading import Call, Numbering, Reader, Steps, Tools
+from cluster.chat.reading import AnswerReader, BufferedReader, Numbering, ToolCallText, Tools
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -25,7 +25,7 @@ BEGINNINGS = ("assistant to=", "to=")
 AGAIN = f"{END}{START}assistant"
 
 
-class HarmonyReader(Steps):
+class HarmonyReader(BufferedReader):
     """Reads messages one after the other. Without `tools` no call is told; `split` tells thought apart."""
 
     def __init__(self, tools: Tools | None, split: bool, within: bool) -> None:
@@ -62,7 +62,7 @@ class HarmonyReader(Steps):
         self._heading, self._kind, self._step = "", "final", self._body
         mark = next((mark for mark in BODY_ENDS if self._held.startswith(mark)), "")
         self._held = self._held.removeprefix(mark)  # which begins no message
-        return [Said(mark)] if mark else []
+        return [TextPiece(mark)] if mark else []
 
     def _body(self, last: bool) -> list[Event] | None:
         ends = [at for mark in BODY_ENDS if (at := self._held.find(mark)) >= 0]
@@ -91,11 +91,11 @@ class HarmonyReader(Steps):
     def _told(self, piece: str, complete: bool) -> list[Event]:
         if self._kind == "call" and complete:
             if members(piece.strip()) is None:
-                return [Said(self._heading + piece)]
-            return self._numbering.events([Call(self._name, piece.strip())])
+                return [TextPiece(self._heading + piece)]
+            return self._numbering.events([ToolCallText(self._name, piece.strip())])
         if not piece:
             return []
-        return [Thought(piece) if self._kind == "analysis" and self._split else Said(piece)]
+        return [ReasoningPiece(piece) if self._kind == "analysis" and self._split else TextPiece(piece)]
 
 
 def _may_begin(held: str) -> bool:
@@ -125,7 +125,7 @@ class HarmonyFormat:
         """See `Format`."""
         return True
 
-    def reader(self, tools: Tools | None, split: bool, prompted: Prompted) -> Reader:
+    def reader(self, tools: Tools | None, split: bool, prompted: Prompted) -> AnswerReader:
         """See `Format`."""
         return HarmonyReader(tools, split, within=_final_has_begun(prompted.text))
 
@@ -144,7 +144,7 @@ class HarmonyFormat:
         return WRITTEN.calls(tools, several)
 
 
-WRITTEN = Written(
+WRITTEN = CallSyntax(
     before=lambda name: f"{CHANNEL}commentary to=functions.{name} {CONSTRAIN}json{MESSAGE}",
     several=False,
 )

@@ -4,8 +4,8 @@ import json
 import re
 
 from cluster.chat.blocks import JsonBlock, named_call
-from cluster.chat.formats.plan import THINK, MarkedFormat, Written
-from cluster.chat.reading import Calling
+from cluster.chat.formats.plan import THINK, CallSyntax, MarkedFormat
+from cluster.chat.reading import CallingMarks
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 HEADING = re.compile(r"<tool_call>\s*")
@@ -14,8 +14,8 @@ FIELDS = ("arguments", "parameters")
 HERMES = MarkedFormat(
     "hermes",
     THINK,
-    Calling((BEGIN,), lambda _: JsonBlock(HEADING, lambda found, _: named_call(found, FIELDS), (END,))),
-    Written(
+    CallingMarks((BEGIN,), lambda _: JsonBlock(HEADING, lambda found, _: named_call(found, FIELDS), (END,))),
+    CallSyntax(
         before=lambda name: f'{BEGIN}\n{{"name": {json.dumps(name)}, "arguments": ',
         after=f"}}\n{END}",
         between="\n",

@@ -4,9 +4,9 @@ import json
 import re
 
 from cluster.chat.blocks import JsonBlock, named_call
-from cluster.chat.formats.plan import MarkedFormat, Written
+from cluster.chat.formats.plan import CallSyntax, MarkedFormat
 from cluster.chat.json_text import members
-from cluster.chat.reading import Call, Calling, Tools
+from cluster.chat.reading import CallingMarks, ToolCallText, Tools
 
 TAG = "<|python_tag|>"
 HEADING = re.compile(r"(?:<\|python_tag\|>)?\s*")
@@ -14,7 +14,7 @@ FIELDS = ("parameters", "arguments")
 
 
 def _block(tools: Tools) -> JsonBlock:
-    def calls(text: str, _: re.Match[str]) -> list[Call]:
+    def calls(text: str, _: re.Match[str]) -> list[ToolCallText]:
         """An object is a call only if it names a tool and has arguments: an answer may be any other JSON."""
         given = members(text) or {}
         known = [call for call in named_call(text, FIELDS) if call.name in tools]
@@ -26,8 +26,8 @@ def _block(tools: Tools) -> JsonBlock:
 LLAMA3 = MarkedFormat(
     "llama3_json",
     None,
-    Calling((TAG, "{"), _block, first=True, skipped=" \t\r\n;"),
-    Written(
+    CallingMarks((TAG, "{"), _block, first=True, skipped=" \t\r\n;"),
+    CallSyntax(
         before=lambda name: f'{{"name": {json.dumps(name)}, "parameters": ',
         after="}",
         between="; ",

@@ -4,8 +4,8 @@ import json
 import re
 
 from cluster.chat.blocks import JsonBlock, headed_call, named_calls
-from cluster.chat.formats.plan import MarkedFormat, Written, short_id
-from cluster.chat.reading import Call, Calling, Thinking
+from cluster.chat.formats.plan import CallSyntax, MarkedFormat, short_id
+from cluster.chat.reading import CallingMarks, ThinkingMarks, ToolCallText
 
 CALLS, ARGS, ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 HEADING = re.compile(
@@ -14,19 +14,19 @@ HEADING = re.compile(
 FIELDS = ("arguments", "parameters")
 
 
-def _calls(text: str, heading: re.Match[str]) -> list[Call]:
+def _calls(text: str, heading: re.Match[str]) -> list[ToolCallText]:
     return named_calls(text, FIELDS) if heading["list"] is not None else headed_call(text, heading)
 
 
-CALLING = Calling((CALLS,), lambda _: JsonBlock(HEADING, _calls, ()))
-THOUGHT = Thinking("[THINK]", "[/THINK]")
+CALLING = CallingMarks((CALLS,), lambda _: JsonBlock(HEADING, _calls, ()))
+THOUGHT = ThinkingMarks("[THINK]", "[/THINK]")
 SPECIAL = (CALLS, ARGS, ID, THOUGHT.begin, THOUGHT.end)
 
 MISTRAL = MarkedFormat(
     "mistral",
     THOUGHT,
     CALLING,
-    Written(before=lambda name: f"{CALLS}{name}{ARGS}"),
+    CallSyntax(before=lambda name: f"{CALLS}{name}{ARGS}"),
     special=SPECIAL,
     new_id=short_id,
 )
@@ -34,7 +34,7 @@ MISTRAL_LIST = MarkedFormat(
     "mistral_list",
     THOUGHT,
     CALLING,
-    Written(
+    CallSyntax(
         before=lambda name: f'{{"name": {json.dumps(name)}, "arguments": ',
         after="}",
         opening=f"{CALLS} [",

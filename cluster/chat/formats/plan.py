@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from cluster.chat.reading import Calling, MarkedReader, Reader, Thinking, Tools
+from cluster.chat.reading import AnswerReader, CallingMarks, MarkedReader, ThinkingMarks, Tools
 
 Form = dict[str, Any]
 """A part of a grammar, as in a structural tag; see `cluster.grammar.sources`."""
-THINK = Thinking("<think>", "</think>")
+THINK = ThinkingMarks("<think>", "</think>")
 LETTERS = string.ascii_letters + string.digits
 
 
@@ -70,7 +70,7 @@ def _split(value: str, tokens: Mapping[str, int]) -> list[Form]:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class CallSyntax:
     """How a family writes calls. All of them stand between `opening` and `ending`, with `between` from one to the next;
     each is what `before` says of its name, the arguments, and `after`. `several`: an answer may have more than one.
     """
@@ -108,7 +108,7 @@ Answer = Form | Literal["free"] | None
 """The form of an answer's text; none where there must be calls."""
 
 
-class Format(Protocol):
+class ChatFormat(Protocol):
     """A family's format. `special` are the texts that are special tokens in some of its tokenizers."""
 
     @property
@@ -130,7 +130,7 @@ class Format(Protocol):
         """Whether an answer may be anything but text, where `tools` may be called or not."""
         ...
 
-    def reader(self, tools: Tools | None, split: bool, prompted: Prompted) -> Reader:
+    def reader(self, tools: Tools | None, split: bool, prompted: Prompted) -> AnswerReader:
         """A reader for an answer. Without `tools` none may be called; `split`: what is thought is told apart."""
         ...
 
@@ -150,26 +150,26 @@ class MarkedFormat:
     """A format of thought and calls that are marked in running text."""
 
     name: str
-    thinking: Thinking | None = None
-    calling: Calling | None = None
-    calls: Written | None = None
+    thinking: ThinkingMarks | None = None
+    calling: CallingMarks | None = None
+    calls: CallSyntax | None = None
     special: tuple[str, ...] = ()
     new_id: Callable[[], str] = any_id
     thought_field: str = "reasoning_content"
 
     def reads(self, tools: bool, prompted: Prompted) -> bool:
-        """See `Format`."""
+        """See `ChatFormat`."""
         return (tools and self.calling is not None) or (self.thinking is not None and not self._state(prompted)[1])
 
-    def reader(self, tools: Tools | None, split: bool, prompted: Prompted) -> Reader:
-        """See `Format`."""
+    def reader(self, tools: Tools | None, split: bool, prompted: Prompted) -> AnswerReader:
+        """See `ChatFormat`."""
         thinking = self.thinking if split else None
         opened, closed = self._state(prompted)
         calling = None if tools is None else self.calling
         return MarkedReader(thinking, calling, tools or {}, self.new_id, opened=opened, closed=closed)
 
     def form(self, answer: Answer, calls: Form | None, prompted: Prompted) -> Form:
-        """See `Format`."""
+        """See `ChatFormat`."""
         opened, closed = self._state(prompted)
         rest = self._rest(answer, calls)
         if self.thinking is None or closed:
@@ -190,7 +190,7 @@ class MarkedFormat:
         return one_after_another(self._free(), {"type": "optional", "content": calls})
 
     def written(self, tools: Tools, several: bool) -> Form:
-        """See `Format`."""
+        """See `ChatFormat`."""
         assert self.calls is not None
         return self.calls.calls(tools, several)
 

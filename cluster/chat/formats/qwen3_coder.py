@@ -5,9 +5,9 @@ sometimes leaves out `<tool_call>`, not what closes it.
 import re
 
 from cluster.chat.blocks import TaggedBlock
-from cluster.chat.formats.plan import THINK, MarkedFormat, Written
+from cluster.chat.formats.plan import THINK, CallSyntax, MarkedFormat
 from cluster.chat.formats.tagged import tagged_arguments
-from cluster.chat.reading import Calling
+from cluster.chat.reading import CallingMarks
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
@@ -26,13 +26,13 @@ def _mark(name: str) -> tuple[str, str]:
 QWEN3_CODER = MarkedFormat(
     "qwen3_coder",
     THINK,
-    Calling(
+    CallingMarks(
         (BEGIN, FUNCTION),
         lambda tools: TaggedBlock(
             WHOLE, ARGUMENT, {BEGIN: END, FUNCTION: FUNCTION_END}, ("<parameter=", "</parameter>"), tools
         ),
     ),
-    Written(
+    CallSyntax(
         before=lambda name: f"{BEGIN}\n<function={name}>\n",
         after=f"</function>\n{END}",
         between="\n",

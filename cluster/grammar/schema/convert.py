@@ -15,7 +15,7 @@ from cluster.grammar.schema.arrays import array_of, items_of
 from cluster.grammar.schema.keywords import EXCLUDED, Schema, finite, types_of, types_of_value
 from cluster.grammar.schema.numbers import NUMBER, integer, number
 from cluster.grammar.schema.objects import COLON, Members, members_of, object_of
-from cluster.grammar.schema.reader import Reader, parts_of
+from cluster.grammar.schema.reader import SchemaReader, parts_of
 from cluster.grammar.schema.references import References
 from cluster.grammar.schema.strings import any_string, literal, string
 
@@ -83,10 +83,10 @@ class Converter:
                 return alt(*(self.value(part, f"{path}/{name}/{at}") for at, part in enumerate(parts)))
         return self.rules.add(alt(*(self._plain(choice, path) for choice in reader.choices(schema, path))))
 
-    def _reader(self) -> Reader:
+    def _reader(self) -> SchemaReader:
         if self._places is None:
             self._places = References(self.root)
-        return Reader(self._places)
+        return SchemaReader(self._places)
 
     def _referred(self, target: Any, reference: str) -> Node:
         """The rule of a schema that a reference points to, made once."""

@@ -31,7 +31,7 @@ MAX_CHOICES = 1000
 
 
 @dataclass(slots=True)
-class Reader:
+class SchemaReader:
     """Reads the schemas inside of which `references` point."""
 
     references: References

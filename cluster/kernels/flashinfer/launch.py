@@ -88,7 +88,7 @@ LATENT_BACKEND = (
 """Of what that one plans with, for its kernels of the families fa2 and fa3."""
 
 
-class Place(NamedTuple):
+class KernelMemory(NamedTuple):
     """Memory that a kernel is told of."""
 
     address: int
@@ -112,7 +112,7 @@ def latent_launch(wrapper: Any) -> dict[str, Any]:
 def _told(value: Any) -> Any:
     """Something that compares equal to another only if a launch with either is the same."""
     if isinstance(value, Tensor):
-        return Place(value.data_ptr(), tuple(value.shape), value.stride(), value.dtype)
+        return KernelMemory(value.data_ptr(), tuple(value.shape), value.stride(), value.dtype)
     if isinstance(value, Iterable) and not isinstance(value, str):
         return tuple(value)
     return value

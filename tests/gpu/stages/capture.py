@@ -11,7 +11,7 @@ import torch
 
 from cluster.bench.cases.roofline import Size, config_of, subject_of
 from cluster.bench.loaded import Loaded
-from cluster.bench.pair import Pair, Shape
+from cluster.bench.pair import Pair, TreeChoice
 from tests.gpu.stages.stage import Stage, run
 
 
@@ -47,7 +47,7 @@ def work(stage: Stage) -> None:
     with stage.check("a program replays on new inputs"):
         replays(stage)
     layers = int(os.environ.get("LAYERS", 12))
-    tree = Shape(*stage.either((2, 2, 4), (3, 4, 16)))
+    tree = TreeChoice(*stage.either((2, 2, 4), (3, 4, 16)))
     sizes: dict[str, Any] = {"batches": (stage.either(4, 64),), "contexts": (stage.either(32, 2048),)}
     size = Size((tree,), **sizes, shape=stage.either("tiny", "llama-8b"), layers=stage.either(None, layers))
     with subject_of(Pair(num_threads=stage.either(1, None)), size, print) as subject:

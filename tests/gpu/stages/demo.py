@@ -4,17 +4,17 @@ many tokens a second it gives, plain and speculating, and how many of a draft's 
 
 import time
 
-from cluster.bench.pair import PLAIN, Pair, Shape
+from cluster.bench.pair import PLAIN, Pair, TreeChoice
 from cluster.config import EngineConfig
 from cluster.engine import build_engine
 from cluster.offline.stepping import complete, steps
-from cluster.request import Request, SamplingParams
+from cluster.request import Request, RequestParams
 from tests.gpu.stages.stage import Stage, run
 
-TREES = (Shape(3), Shape(4, 4, 16))
+TREES = (TreeChoice(3), TreeChoice(4, 4, 16))
 
 
-def config(stage: Stage, tree: Shape, requests: int, dtype: str, **settings: object) -> EngineConfig:
+def config(stage: Stage, tree: TreeChoice, requests: int, dtype: str, **settings: object) -> EngineConfig:
     """As `aerie bench` has engines of the pair, captured; dry by the kernels in C, as Triton is interpreted there."""
     captured = {"capture": "on"} if stage.dry else {"capture": "auto", "capture_sizes": tuple(sorted({1, requests}))}
     there = {"device": stage.device.type, "attention_backend": stage.either("c", "triton"), **captured}
@@ -23,7 +23,7 @@ def config(stage: Stage, tree: Shape, requests: int, dtype: str, **settings: obj
 
 def asked(count: int, length: int, new: int, temperature: float) -> list[Request]:
     """Held-out prompts of so many tokens."""
-    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=new, ignore_eos=True) for i in range(count)]
+    params = [RequestParams(temperature=temperature, seed=i, max_tokens=new, ignore_eos=True) for i in range(count)]
     prompts = Pair().prompts(count, length)
     return [Request(str(i), tuple(ids), one) for i, (ids, one) in enumerate(zip(prompts, params, strict=True))]
 

@@ -18,9 +18,9 @@ from cluster.kernels.triton_kernels import TritonKernels
 from cluster.kv.triton_pool import TritonPool
 from cluster.sampling import filters
 from cluster.sampling.noise import keys_along
-from cluster.sampling.sampling_inputs import Draw
+from cluster.sampling.sampling_inputs import SamplingInputs
 from cluster.sampling.torch_sampler import TORCH
-from cluster.sampling.triton_sampler import TritonChooser, least_kept
+from cluster.sampling.triton_sampler import TritonSampler, least_kept
 from tests.gpu.stages.attention import attended, filled_with_nan, there
 from tests.gpu.stages.stage import Stage, run
 from tests.gpu.trees import check_trees
@@ -107,7 +107,7 @@ def products(stage: Stage, made: Inputs) -> None:
 
 
 def choosing(stage: Stage) -> None:
-    own, vocab = TritonChooser(), stage.either(300, 20000)
+    own, vocab = TritonSampler(), stage.either(300, 20000)
     for noisy in (False, True):
         with stage.check(f"choose, {'noise' if noisy else 'greedy'}") as facts:
             logits, draw = logits_of(6, vocab, BF16, seed=stage.seed), draw_of(unfiltered(2, BF16), 3, vocab, BF16)
@@ -125,7 +125,7 @@ def choosing(stage: Stage) -> None:
         count = sampling.seeds.shape[0]
         logits = logits_of(4 * count, vocab, BF16, seed=stage.seed).to(stage.device)
         wide = logits.float().view(count, 4, vocab) * sampling.inverse_temperature[:, None, None]
-        least = least_kept(logits, Draw(4, sampling, None))
+        least = least_kept(logits, SamplingInputs(4, sampling, None))
         assert torch.equal(least, filters.least_kept(wide, sampling).view(-1, 1)), "to the bit"
     with stage.check("keys of noise"):
         seeds, first = torch.tensor([0, 2**63 - 1, -1, 7]), torch.tensor([0, 1, 2**40, 9])

@@ -9,12 +9,12 @@ import os
 from typing import Any
 
 from cluster.bench.cases.roofline import Size, measure
-from cluster.bench.pair import PLAIN, Pair, Shape
+from cluster.bench.pair import PLAIN, Pair, TreeChoice
 from cluster.dp_attention.sizes import MOST_ROWS
 from tests.gpu.stages.stage import Stage, run
 
-TREES = (PLAIN, Shape(3, 1, 4), Shape(5, 8, 32))
-SMALL = Size((PLAIN, Shape(1)), (1, 2), (40,), 2)
+TREES = (PLAIN, TreeChoice(3, 1, 4), TreeChoice(5, 8, 32))
+SMALL = Size((PLAIN, TreeChoice(1)), (1, 2), (40,), 2)
 LAYERS = {"llama-8b": 12, "qwen3-30b-a3b": 12, "mla": 12}
 TINY = {"llama-8b": "tiny", "qwen3-30b-a3b": "tiny-moe", "mla": "tiny-mla"}
 KEPT = (

@@ -14,17 +14,17 @@ from unittest.mock import patch
 
 import torch
 
-from cluster.batch import Decode, Order, PromptChunk
+from cluster.batch import DecodeRequest, PromptChunk, StepInput
 from cluster.config import EngineConfig
 from cluster.engine import Engine, build_engine
-from cluster.request import Request, SamplingParams
-from cluster.spec.result import Decided, StepOutput
+from cluster.request import Request, RequestParams
+from cluster.spec.result import StepDecisions, StepOutput
 from tests.gpu.stages.stage import Stage, run
 from tests.static.trap import Trap
 from tests.tiny import tiny_draft, tiny_target
 
 STEPS = 200
-SAMPLING = (SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, top_p=0.9, top_k=12))
+SAMPLING = (RequestParams(temperature=0.0), RequestParams(temperature=0.8, top_p=0.9, top_k=12))
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def watched(stage: Stage) -> Iterator[None]:
         return
     true = StepOutput.read
 
-    def read(self: StepOutput) -> Decided:
+    def read(self: StepOutput) -> StepDecisions:
         torch.cuda.set_sync_debug_mode("default")
         try:
             return true(self)
@@ -149,7 +149,7 @@ def without_numbers(engine: Engine) -> int:
     from tests.static.sim import NAME, simulated  # makes a device of its own, and torch then pins memory for that one
 
     chunk = PromptChunk(3, 0, 2, True, (5, 6))
-    order = Order(decodes=(Decode(0, 7), Decode(1, 9)), chunks=(chunk,), lens=((0, 7), (1, 9)))
+    order = StepInput(decodes=(DecodeRequest(0, 7), DecodeRequest(1, 9)), chunks=(chunk,), lens=((0, 7), (1, 9)))
     with simulated(engine):
         programs = engine._p.lockstep.programs
         output = programs._run(programs.assembler.send(order, 0), engine._p.shape)

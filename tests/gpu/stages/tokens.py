@@ -6,7 +6,7 @@ from pathlib import Path
 from cluster.config import EngineConfig
 from cluster.engine import build_engine
 from cluster.offline.stepping import complete
-from cluster.request import Request, SamplingParams
+from cluster.request import Request, RequestParams
 from tests.gpu.stages.stage import Stage, run
 from tests.tiny import tiny_draft, tiny_target
 
@@ -53,7 +53,7 @@ def compare(stage: Stage, settings: dict[str, object], what: str, asked: list[Re
 
 def requests(temperature: float, new: int, count: int) -> list[Request]:
     prompts = [tuple(2 + (i + n) % 20 for n in range(3 + 9 * i)) for i in range(count)]
-    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=new, ignore_eos=True) for i in range(count)]
+    params = [RequestParams(temperature=temperature, seed=i, max_tokens=new, ignore_eos=True) for i in range(count)]
     return [Request(str(i), prompt, param) for i, (prompt, param) in enumerate(zip(prompts, params, strict=True))]
 
 

@@ -1,6 +1,6 @@
 """A gang whose schedulers, caches, balancer and admission are the real ones; only the time of a step is made up."""
 
-from collections.abc import Sequence as Row
+from collections.abc import RequestState as Row
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,11 +15,11 @@ from cluster.config import EngineConfig
 from cluster.config.tree_shape import tree_shape
 from cluster.engine.finish import FinishCheck
 from cluster.engine.scheduler import Schedule, Scheduler
-from cluster.engine.sequence import Sequence
+from cluster.engine.sequence import RequestState
 from cluster.kv.cache import KVCache
 from cluster.kv.page_table import PageTable
-from cluster.observability.step_times import Pace
-from cluster.request import Request, SamplingParams
+from cluster.observability.step_times import StepTimes
+from cluster.request import Request, RequestParams
 from tests.unit.engine.test_prefill_share import Machine
 from tests.unit.engine.test_scheduler import advance
 
@@ -85,7 +85,7 @@ class SimulatedGang:
             }
         )
         groups, chunk = self.config.attn_dp_size, self.config.chunked_prefill_size
-        self.pace: Pace = self.machine.pace(self.config.prefill_share, chunk, groups)
+        self.pace: StepTimes = self.machine.pace(self.config.prefill_share, chunk, groups)
         self.balancer = Balancer.of(self.config)
         self.balancer.restarted(self.kv_tokens // self.config.page_size)
         self.admission = Admission(self.config, lambda: self.now, lambda rank: self._ranks[rank].report)
@@ -123,7 +123,7 @@ class SimulatedGang:
         number = len(self.outcomes)
         shared = [1 + i for i in range(arrival.prefix)]
         own = [1_000_000 + 100_003 * number + i for i in range(arrival.prompt - arrival.prefix)]
-        params = SamplingParams(max_tokens=arrival.most or arrival.tokens, seed=0)
+        params = RequestParams(max_tokens=arrival.most or arrival.tokens, seed=0)
         request = Request(str(number), tuple(shared + own), params)
         place = self.balancer.place(request, self.admission.new_tokens(request))
         expected, refused = self.admission.wait(arrival.prompt, place).seconds, self.admission.full() is not None
@@ -138,7 +138,7 @@ class SimulatedGang:
         self.balancer.choose(request, self.admission.new_tokens(request), place)
         self.admission.entered(request, place)
         ids = list(request.prompt_token_ids)
-        sequence = Sequence(request, FinishCheck(params, (), 64, None, ids), ids, len(ids), accepted=[0])
+        sequence = RequestState(request, FinishCheck(params, (), 64, None, ids), ids, len(ids), accepted=[0])
         self.admission.sent(str(number))
         self._ranks[place.rank].submitted += 1
         self._ranks[place.rank].scheduler.waiting.append(sequence)
@@ -176,7 +176,7 @@ class SimulatedGang:
                 drift = Drift(by_now.usual.value, by_now.dearer.value, by_now.alone.value)
                 rank.report = QueueReport(self.now, rank.scheduler.queued_tokens, rank.submitted, drift)
 
-    def _given(self, rank: _Rank, sequence: Sequence, tokens: int, steps: int) -> None:
+    def _given(self, rank: _Rank, sequence: RequestState, tokens: int, steps: int) -> None:
         name = sequence.request.request_id
         outcome = self._open[name]
         if outcome.waited < 0:

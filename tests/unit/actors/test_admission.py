@@ -13,7 +13,7 @@ from cluster.actors.admission import HEADROOM, Admission
 from cluster.actors.messages import Overloaded
 from cluster.actors.output_lengths import FIRST_GUESS
 from cluster.config import EngineConfig
-from cluster.request import Request, SamplingParams
+from cluster.request import Request, RequestParams
 
 PLENTY = 1 << 24  # tokens of KV: slots run out first
 
@@ -25,7 +25,7 @@ def config(**settings: Any) -> EngineConfig:
 
 
 def request(name: str, max_tokens: int = 100, prompt: int = 10) -> Request:
-    return Request(name, tuple(range(prompt)), SamplingParams(max_tokens=max_tokens))
+    return Request(name, tuple(range(prompt)), RequestParams(max_tokens=max_tokens))
 
 
 @dataclass

@@ -8,7 +8,7 @@ import pytest
 from cluster.actors.messages import Overloaded
 from cluster.actors.router import Router
 from cluster.config import EngineConfig
-from cluster.request import Request, SamplingParams
+from cluster.request import Request, RequestParams
 
 
 def router(replica_rank: int = 0, **settings: Any) -> Router:
@@ -19,7 +19,7 @@ def router(replica_rank: int = 0, **settings: Any) -> Router:
 
 def seeds(of: Router, *given: int | None) -> list[int | None]:
     """The seeds of requests that are admitted one after the other."""
-    wanted = [Request(f"r{i}", (1, 2), SamplingParams(seed=seed)) for i, seed in enumerate(given)]
+    wanted = [Request(f"r{i}", (1, 2), RequestParams(seed=seed)) for i, seed in enumerate(given)]
     return [of._admit(request).request.params.seed for request in wanted]
 
 
@@ -41,7 +41,7 @@ def test_what_is_refused_draws_nothing() -> None:
     (first,) = seeds(full, None)
     assert full.full() is not None
     with pytest.raises(Overloaded, match="max_queued_requests is 1"):
-        full._admit(Request("x", (1,), SamplingParams()))
+        full._admit(Request("x", (1,), RequestParams()))
     full._forget(full._streams["r0"])
     assert full.full() is None
     (second,) = seeds(full, None)

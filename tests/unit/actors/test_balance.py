@@ -9,7 +9,7 @@ from cluster.actors.balance import POLICIES, UNIT, Balancer, RankLoad
 from cluster.actors.prefix_estimates import PrefixIndex, chain_of
 from cluster.config import EngineConfig
 from cluster.kv.radix import RadixTree
-from cluster.request import Request, SamplingParams
+from cluster.request import Request, RequestParams
 
 PAGE = 4
 PLENTY = 1 << 24  # pages: no text of these tests fills them
@@ -18,7 +18,7 @@ PLENTY = 1 << 24  # pages: no text of these tests fills them
 def request(name: str, tokens: int = 8, first: int = 0, most: int = 64, **more: object) -> Request:
     """A prompt of ids that ascend from `first`."""
     ids = tuple(range(first, first + tokens))
-    return Request(name, ids, SamplingParams(max_tokens=most), **more)  # type: ignore[arg-type]
+    return Request(name, ids, RequestParams(max_tokens=most), **more)  # type: ignore[arg-type]
 
 
 def run(balancer: Balancer, name: str, tokens: int = 4, steps: int = 2) -> None:

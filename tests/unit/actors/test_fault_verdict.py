@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.actors.fault_verdict import Signs, judge
+from cluster.actors.fault_verdict import RankEvidence, judge
 from cluster.actors.messages import Failure, Heartbeat
 
 LIMIT = 3.0
@@ -20,40 +20,40 @@ def beat(
     return Heartbeat(rank, step, busy, age_s, step, phase, unmarked_s=unmarked_s, waits=waits)
 
 
-def well(count: int) -> list[Signs]:
-    return [Signs(beat(rank)) for rank in range(count)]
+def well(count: int) -> list[RankEvidence]:
+    return [RankEvidence(beat(rank)) for rank in range(count)]
 
 
-def lost(by: int, rank: int | None, step: int = 11, phase: str = "draft") -> Signs:
-    return Signs(beat(by), failure=Failure(by, "lost", rank, step, phase, f"rank {rank} is gone"))
+def lost(by: int, rank: int | None, step: int = 11, phase: str = "draft") -> RankEvidence:
+    return RankEvidence(beat(by), failure=Failure(by, "lost", rank, step, phase, f"rank {rank} is gone"))
 
 
-def own(by: int, kind: str = "failed", rank: int | None = None) -> Signs:
+def own(by: int, kind: str = "failed", rank: int | None = None) -> RankEvidence:
     failure = Failure(by, kind, by if rank is None else rank, 12, "extend", f"{kind} by {by}")  # type: ignore[arg-type]
-    return Signs(beat(by), failure=failure)
+    return RankEvidence(beat(by), failure=failure)
 
 
 def test_a_gang_that_is_well_has_no_verdict() -> None:
     assert judge(well(3), LIMIT) is None
-    assert judge([Signs()], LIMIT) is None
-    assert judge([Signs(beat(0, age_s=100.0, busy=False))], LIMIT) is None
+    assert judge([RankEvidence()], LIMIT) is None
+    assert judge([RankEvidence(beat(0, age_s=100.0, busy=False))], LIMIT) is None
 
 
 def test_the_dead_rank_is_blamed_and_its_peers_say_where() -> None:
-    verdict = judge([lost(0, 1), Signs(beat(1, 9, "plan"), death="the process died"), lost(2, None)], LIMIT)
+    verdict = judge([lost(0, 1), RankEvidence(beat(1, 9, "plan"), death="the process died"), lost(2, None)], LIMIT)
     assert verdict is not None
     assert (verdict.rank, verdict.kind, verdict.step, verdict.phase) == (1, "died", 11, "draft")
     assert verdict.reason == "the process died" and verdict.final and verdict.certain
 
 
 def test_without_a_peer_that_says_where_the_last_sign_of_the_gang_has_to_do() -> None:
-    verdict = judge([Signs(beat(0, 11, "draft")), Signs(beat(1, 9, "plan"), death="gone")], LIMIT)
+    verdict = judge([RankEvidence(beat(0, 11, "draft")), RankEvidence(beat(1, 9, "plan"), death="gone")], LIMIT)
     assert verdict is not None and not verdict.certain
     assert (verdict.rank, verdict.step, verdict.phase) == (1, 11, "draft")
 
 
 def test_of_several_dead_the_one_that_peers_missed_died_first() -> None:
-    verdict = judge([Signs(death="aborted"), Signs(death="killed"), lost(2, 1), lost(3, 1)], LIMIT)
+    verdict = judge([RankEvidence(death="aborted"), RankEvidence(death="killed"), lost(2, 1), lost(3, 1)], LIMIT)
     assert verdict is not None and (verdict.rank, verdict.reason) == (1, "killed")
 
 
@@ -62,7 +62,7 @@ def test_a_rank_with_a_reason_of_its_own_is_blamed_before_the_messengers(kind: s
     verdict = judge([lost(0, 2), lost(1, None), own(2, kind)], LIMIT)
     assert verdict is not None and verdict.certain
     assert (verdict.rank, verdict.kind, verdict.step, verdict.phase) == (2, kind, 12, "extend")
-    early = judge([lost(0, 2), Signs(beat(1)), own(2, kind)], LIMIT)
+    early = judge([lost(0, 2), RankEvidence(beat(1)), own(2, kind)], LIMIT)
     assert early is not None and not early.certain and early.rank == 2
 
 
@@ -73,33 +73,35 @@ def test_most_ranks_say_who_is_out_of_step() -> None:
 
 
 def test_messengers_alone_name_a_rank_but_a_notice_of_its_death_may_follow() -> None:
-    verdict = judge([lost(0, 1), Signs(beat(1))], LIMIT)
+    verdict = judge([lost(0, 1), RankEvidence(beat(1))], LIMIT)
     assert verdict is not None
     assert (verdict.rank, verdict.kind, verdict.final, verdict.certain) == (1, "died", True, False)
-    nameless = judge([lost(0, None), Signs(beat(1)), lost(2, None)], LIMIT)
+    nameless = judge([lost(0, None), RankEvidence(beat(1)), lost(2, None)], LIMIT)
     assert nameless is not None and nameless.rank == 1
     both = judge([lost(0, 1), lost(1, 0)], LIMIT)
     assert both is not None and (both.kind, both.certain) == ("failed", True)
-    cut = judge([lost(0, 1), Signs(beat(1), silence_s=2.0)], LIMIT)
+    cut = judge([lost(0, 1), RankEvidence(beat(1), silence_s=2.0)], LIMIT)
     assert cut is not None and cut.kind == "died"  # a frozen one would keep its connections
 
 
 @pytest.mark.parametrize(("silence", "final"), [(3.1, False), (5.9, False), (6.1, True)])
 def test_a_silent_rank_is_blamed_rather_than_those_that_wait_for_it(silence: float, final: bool) -> None:
-    signs = [Signs(beat(0, 12, "plan", age_s=silence)), Signs(beat(1, 11, "extend"), silence_s=silence)]
+    signs = [RankEvidence(beat(0, 12, "plan", age_s=silence)), RankEvidence(beat(1, 11, "extend"), silence_s=silence)]
     verdict = judge(signs, LIMIT)
     assert verdict is not None and (verdict.rank, verdict.kind, verdict.final) == (1, "frozen", final)
     assert (verdict.step, verdict.phase) == (12, "plan")  # where its peer waits for it
 
 
 def test_a_stall_is_a_silent_rank_s_before_it_reaches_the_limit_itself() -> None:
-    verdict = judge([Signs(beat(0, age_s=3.1)), Signs(beat(1), silence_s=2.4)], LIMIT)
+    verdict = judge([RankEvidence(beat(0, age_s=3.1)), RankEvidence(beat(1), silence_s=2.4)], LIMIT)
     assert verdict is not None and verdict.rank == 1 and not verdict.final
 
 
 @pytest.mark.parametrize(("age", "final"), [(3.1, False), (8.9, False), (9.1, True)])
 def test_a_rank_that_answers_but_does_nothing_has_longer(age: float, final: bool) -> None:
-    verdict = judge([Signs(beat(0, 12, "plan", age_s=age)), Signs(beat(1, 11, "extend", age_s=age))], LIMIT)
+    verdict = judge(
+        [RankEvidence(beat(0, 12, "plan", age_s=age)), RankEvidence(beat(1, 11, "extend", age_s=age))], LIMIT
+    )
     assert verdict is not None
     assert (verdict.rank, verdict.kind, verdict.step, verdict.phase) == (1, "frozen", 11, "extend")
     assert verdict.final is final and "did nothing" in verdict.reason
@@ -107,35 +109,39 @@ def test_a_rank_that_answers_but_does_nothing_has_longer(age: float, final: bool
 
 def test_who_waits_for_a_rank_that_works_is_well_however_long_it_takes() -> None:
     signs = [
-        Signs(beat(0, age_s=500.0, waits=True)),
-        Signs(beat(1, unmarked_s=200.0)),
-        Signs(beat(2, age_s=1000.0, busy=False)),
+        RankEvidence(beat(0, age_s=500.0, waits=True)),
+        RankEvidence(beat(1, unmarked_s=200.0)),
+        RankEvidence(beat(2, age_s=1000.0, busy=False)),
     ]
     assert judge(signs, LIMIT) is None
 
 
 def test_who_waits_for_a_rank_that_does_nothing_is_not_the_one_to_blame() -> None:
-    verdict = judge([Signs(beat(0, 11, age_s=50.0, waits=True)), Signs(beat(1, 12, age_s=4.0))], LIMIT)
+    verdict = judge([RankEvidence(beat(0, 11, age_s=50.0, waits=True)), RankEvidence(beat(1, 12, age_s=4.0))], LIMIT)
     assert verdict is not None and (verdict.rank, verdict.final) == (1, False)
 
 
 @pytest.mark.parametrize(("age", "final"), [(3.1, False), (9.1, True)])
 def test_where_all_wait_for_each_other_the_one_furthest_behind_is_blamed(age: float, final: bool) -> None:
-    signs = [Signs(beat(0, 12, age_s=50.0, waits=True)), Signs(beat(1, 11, "draft", age_s=age, waits=True))]
+    signs = [
+        RankEvidence(beat(0, 12, age_s=50.0, waits=True)),
+        RankEvidence(beat(1, 11, "draft", age_s=age, waits=True)),
+    ]
     verdict = judge(signs, LIMIT)
     assert verdict is not None and (verdict.rank, verdict.phase, verdict.final) == (1, "draft", final)
     assert "all ranks have waited" in verdict.reason
-    asleep = [Signs(beat(0, 12, age_s=50.0, waits=True)), Signs(beat(1, 12, age_s=age, busy=False))]
+    asleep = [RankEvidence(beat(0, 12, age_s=50.0, waits=True)), RankEvidence(beat(1, 12, age_s=age, busy=False))]
     verdict = judge(asleep, LIMIT)
     assert verdict is not None and verdict.rank == 1
-    unheard = [Signs(beat(0, 12, age_s=50.0, waits=True)), Signs()]
+    unheard = [RankEvidence(beat(0, 12, age_s=50.0, waits=True)), RankEvidence()]
     assert judge(unheard, LIMIT) is None
 
 
 @pytest.mark.parametrize(("unmarked", "frozen"), [(299.0, False), (301.0, True)])
 def test_computing_without_an_end_is_frozen_after_a_hundred_limits(unmarked: float, frozen: bool) -> None:
     verdict = judge(
-        [Signs(beat(0, age_s=0.1, unmarked_s=unmarked)), Signs(beat(1, waits=True, unmarked_s=900.0))], LIMIT
+        [RankEvidence(beat(0, age_s=0.1, unmarked_s=unmarked)), RankEvidence(beat(1, waits=True, unmarked_s=900.0))],
+        LIMIT,
     )
     assert (verdict is not None) is frozen
     if verdict is not None:
@@ -143,4 +149,7 @@ def test_computing_without_an_end_is_frozen_after_a_hundred_limits(unmarked: flo
 
 
 def test_a_verdict_names_rank_step_and_phase() -> None:
-    assert str(judge([lost(0, 1), Signs(beat(1), death="gone")], LIMIT)) == "rank 1 died at step 11, phase draft: gone"
+    assert (
+        str(judge([lost(0, 1), RankEvidence(beat(1), death="gone")], LIMIT))
+        == "rank 1 died at step 11, phase draft: gone"
+    )

@@ -3,17 +3,17 @@
 import pytest
 
 from cluster.actors import grammar_transfer
-from cluster.actors.grammar_transfer import KeptGrammars, name_of, named
+from cluster.actors.grammar_transfer import GrammarCache, name_of, named
 from cluster.actors.messages import Commands
-from cluster.request import Request, SamplingParams
+from cluster.request import Request, RequestParams
 
 
 def asked(grammar: str | None) -> Request:
-    return Request("one", (1, 2), SamplingParams(grammar=grammar))
+    return Request("one", (1, 2), RequestParams(grammar=grammar))
 
 
 def test_a_request_gets_the_grammar_of_its_name_and_of_no_other() -> None:
-    kept = KeptGrammars()
+    kept = GrammarCache()
     for text in ("first", "second"):
         kept.keep(name_of(text), text)
     free = asked(None)
@@ -30,7 +30,7 @@ def test_old_grammars_make_room_but_not_those_whose_request_may_be_on_its_way(mo
     now = 100.0
     monkeypatch.setattr(grammar_transfer.time, "monotonic", lambda: now)
     monkeypatch.setattr(grammar_transfer, "KEPT_CHARACTERS", 10)
-    kept = KeptGrammars()
+    kept = GrammarCache()
     for text in ("a" * 6, "b" * 6):
         kept.keep(name_of(text), text)
     assert len(kept._kept) == 2, "both were read a moment ago"

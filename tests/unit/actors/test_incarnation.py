@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cluster.actors.gang import Gang
-from cluster.actors.incarnation import GangSpec, GangStartError, Life
+from cluster.actors.incarnation import GangSpec, GangStartError, Incarnation
 from cluster.actors.messages import Heartbeat
 from cluster.actors.placement import layout_of
 from cluster.config import ConfigError, EngineConfig
@@ -17,14 +17,14 @@ from cluster.kv.budget import Capacity, page_count
 from tests.info import rank_info
 
 
-def life() -> Life:
+def life() -> Incarnation:
     spec = GangSpec(EngineConfig(model_path="m"), layout_of(2, bundle_per_worker={"CPU": 1}), "test/by-hand")
-    made = Life(spec, None, 0)  # type: ignore[arg-type]
+    made = Incarnation(spec, None, 0)  # type: ignore[arg-type]
     made._answered = [time.monotonic()] * 2
     return made
 
 
-def load(made: Life, *loads: Any, time_s: float, still_s: float, progress: bool = False) -> list[Any]:
+def load(made: Incarnation, *loads: Any, time_s: float, still_s: float, progress: bool = False) -> list[Any]:
     async def working() -> None:
         while True:
             made.beats[1] = Heartbeat(1, 0, True, 0.0, 0, "load")
@@ -164,7 +164,7 @@ def test_one_rank_of_each_node_downloads_before_any_loads(monkeypatch: pytest.Mo
         done.clear()
         config = EngineConfig(model_path=model, tp_size=4)
         spec = GangSpec(config, layout_of(4, bundle_per_worker={"CPU": 1}), "test/by-hand")
-        made = Life(spec, SimpleNamespace(nodes=("a", "a", "b", "b")), 0)  # type: ignore[arg-type]
+        made = Incarnation(spec, SimpleNamespace(nodes=("a", "a", "b", "b")), 0)  # type: ignore[arg-type]
         for name, instead in {"_create": shard, "_follow": follow, "ask": list}.items():
             monkeypatch.setattr(made, name, instead)
         await made.begin(30)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.actors.balance import POLICIES, Balancer, RankChoice
-from cluster.request import SamplingParams
+from cluster.request import RequestParams
 from tests.unit.actors.test_balance import PAGE, PLENTY, request, run
 
 
@@ -35,5 +35,5 @@ def test_prompts_of_open_requests_are_found_as_well_as_those_in_the_cache() -> N
     balancer.choose(request("second", 9), 8.0)
     assert found(41) == (20, 8)
     assert Balancer("expected_load", 1, PAGE, index_pages=0).place(request("x", 41), 8.0).cached == 0
-    scored = replace(request("scored", 41), params=SamplingParams(max_tokens=1, prompt_logprobs=1))
+    scored = replace(request("scored", 41), params=RequestParams(max_tokens=1, prompt_logprobs=1))
     assert balancer.place(scored, 8.0).cached == 0

@@ -13,7 +13,7 @@ from cluster.actors.messages import Commands, Loss, Overloaded, StepItem, Unavai
 from cluster.actors.placement import layout_of
 from cluster.actors.router import Router, _pace_of
 from cluster.config import EngineConfig
-from cluster.request import Request, RequestOutput, SamplingParams
+from cluster.request import Request, RequestParams, SequenceOutput
 from cluster.status import EngineStatus, RankInfo, StepCosts
 from tests.info import rank_info
 
@@ -76,10 +76,10 @@ class Gang:
 
 
 def ask(name: str, prompt: int = 9) -> Request:
-    return Request(name, tuple(range(prompt)), SamplingParams(max_tokens=4))
+    return Request(name, tuple(range(prompt)), RequestParams(max_tokens=4))
 
 
-async def read(router: Router, request: Request) -> list[RequestOutput]:
+async def read(router: Router, request: Request) -> list[SequenceOutput]:
     return [output async for output in router.generate(request)]
 
 
@@ -107,7 +107,7 @@ def with_router(body: Callable[[Router, Gang], Any]) -> None:
 
 def outputs(step: int, *names: str, ended: bool = False) -> StepItem:
     finish = "length" if ended else None
-    return StepItem(0, step, tuple(RequestOutput(name, (step,), finish_reason=finish) for name in names))  # type: ignore[arg-type]
+    return StepItem(0, step, tuple(SequenceOutput(name, (step,), finish_reason=finish) for name in names))  # type: ignore[arg-type]
 
 
 def test_whatever_goes_wrong_with_a_call_is_the_end_of_the_life_and_not_of_the_task_alone() -> None:

@@ -5,19 +5,19 @@ from dataclasses import replace
 import pytest
 
 from cluster.actors.messages import Loss
-from cluster.actors.streams import RESUMES, Recovery, Stream
-from cluster.request import Request, RequestOutput, SamplingParams, Seeds, SpeculationCounts, TokenLogprob
+from cluster.actors.streams import RESUMES, OpenStream, Recovery
+from cluster.request import Request, RequestParams, Seeds, SequenceOutput, SpeculationCounts, TokenLogprob
 
 LOSS = Loss(1, "died", 7, "target", "the process died", 0, 0.0, 0.1)
 
 
-def stream(name: str = "s", resumed: int = 0) -> Stream:
+def stream(name: str = "s", resumed: int = 0) -> OpenStream:
     prompt = tuple(range(1, 6 + resumed))
-    return Stream(Request(name, prompt, SamplingParams(max_tokens=50, seed=9), resumed, 1))
+    return OpenStream(Request(name, prompt, RequestParams(max_tokens=50, seed=9), resumed, 1))
 
 
-def output(*tokens: int, **more: object) -> RequestOutput:
-    return RequestOutput("s", tokens, **more)  # type: ignore[arg-type]
+def output(*tokens: int, **more: object) -> SequenceOutput:
+    return SequenceOutput("s", tokens, **more)  # type: ignore[arg-type]
 
 
 def test_a_stream_is_submitted_again_with_what_it_was_sent() -> None:
@@ -86,20 +86,20 @@ class Gang:
     """
 
     def __init__(
-        self, streams: list[Stream], poison: set[str], room: int, announced: bool = True, late: bool = False
+        self, streams: list[OpenStream], poison: set[str], room: int, announced: bool = True, late: bool = False
     ) -> None:
         self.streams, self.poison, self.room, self.announced, self.late = streams, poison, room, announced, late
         self.recovery = Recovery()
         self.given: list[list[str]] = []  # the streams of each life that were submitted at once, in order
         self.losses, self.length = 0, 5
 
-    def open(self) -> list[Stream]:
+    def open(self) -> list[OpenStream]:
         return [s for s in self.streams if not s.ended]
 
-    def live(self, turn: list[Stream], steps: int | None = None) -> None:
+    def live(self, turn: list[OpenStream], steps: int | None = None) -> None:
         """A life that is given `turn`: ends with a poison in its step, after so many steps, or without open streams."""
-        queue: list[Stream] = []
-        running: list[Stream] = []
+        queue: list[OpenStream] = []
+        running: list[OpenStream] = []
         self.given.append([s.name for s in turn])
         while (queue or running or turn) and (steps is None or steps > 0):
             for s in turn:
@@ -136,13 +136,13 @@ class Gang:
             self.come_back()
 
 
-def many(count: int, prefix: str = "s") -> list[Stream]:
+def many(count: int, prefix: str = "s") -> list[OpenStream]:
     return [stream(f"{prefix}{i}") for i in range(count)]
 
 
 def failed(gang: Gang) -> set[str]:
     ended = {s.name: s.queue.get_nowait() for s in gang.streams if not s.queue.empty()}
-    assert all(isinstance(e, RequestOutput) and e.finish_reason == "error" for e in ended.values())
+    assert all(isinstance(e, SequenceOutput) and e.finish_reason == "error" for e in ended.values())
     return set(ended)
 
 
@@ -265,7 +265,7 @@ def test_a_step_beyond_the_prompt_wipes_the_slate_clean() -> None:
 
 
 def test_every_request_has_a_seed_and_keeps_its_own() -> None:
-    own = Request("a", (1,), SamplingParams(seed=5))
+    own = Request("a", (1,), RequestParams(seed=5))
     assert Seeds(0).fill(own) is own
     given = [Seeds(3).fill(Request("a", (1,))).params.seed for _ in range(2)]
     assert given[0] is not None and given[0] == given[1]

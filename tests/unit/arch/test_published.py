@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from cluster.arch import read_target
 from cluster.arch.draft.widths import draft_geometry, layer_count
-from cluster.arch.keys import Keys
+from cluster.arch.keys import ConfigKeys
 from cluster.arch.rope import Rope, mscale, rope_of
 from cluster.arch.target import end_tokens
 from cluster.config import ConfigError
@@ -21,8 +21,8 @@ from tests.unit.models.checkpoints import copy_of
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 
-def of(**data: Any) -> Keys:
-    return Keys(data, "folder")
+def of(**data: Any) -> ConfigKeys:
+    return ConfigKeys(data, "folder")
 
 
 def test_a_factor_of_attention_multiplies_what_yarn_gives() -> None:

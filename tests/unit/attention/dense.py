@@ -10,7 +10,7 @@ from cluster.arch.cell import CodedCell
 from cluster.attention.ancestor_bits import packed
 from cluster.attention.gather import Gather
 from cluster.attention.torch_backend import TorchAttention
-from cluster.batch import HostBounds, Seen, Text, Tree
+from cluster.batch import AttentionMetadata, HostBounds, PromptRows, TreeRows
 from cluster.kv.codes import coded
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
@@ -129,16 +129,16 @@ class Case:
             out.append(softmax_row(q[row], cells[:, 0], cells[:, -1, :, : self.values], 0.3, sinks))
         return torch.stack(out) if out else torch.zeros(0, self.heads * self.values, dtype=torch.float64)
 
-    def seen(self) -> Seen:
+    def seen(self) -> AttentionMetadata:
         requests, n, lengths = len(self.committed), len(self.parents), [stop - start for start, stop in self.chunks]
         lens = torch.tensor(self.committed, dtype=torch.int64)
-        tree = Tree(torch.arange(requests), lens, packed(self.ancestors[None]), n)
-        text = Text(
+        tree = TreeRows(torch.arange(requests), lens, packed(self.ancestors[None]), n)
+        text = PromptRows(
             torch.arange(requests, requests + len(lengths)),
             torch.tensor([start for start, _ in self.chunks], dtype=torch.int64),
             torch.tensor([0, *lengths]).cumsum(0),
         )
-        return Seen(self.write(), tree if requests else None, text if lengths else None, self.first)
+        return AttentionMetadata(self.write(), tree if requests else None, text if lengths else None, self.first)
 
     def filled(self) -> KVPool:
         """A pool with the committed cells; in FP8, what nobody wrote is not a number either."""

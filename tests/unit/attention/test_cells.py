@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cluster.attention import cells
-from cluster.attention.cells import Cells, Span, spans_of
+from cluster.attention.cells import RequestCells, Span, spans_of
 from tests.tables import table_of
 
 TABLE = (torch.randperm(39, generator=torch.Generator().manual_seed(3)) + 1)[:20].view(2, 10)
@@ -16,7 +16,7 @@ def test_slots_at_the_end_of_the_table_and_beyond_a_requests_own(looks: bool, mo
     if not looks:
         monkeypatch.setattr(cells, "look", lambda *_: None)
     written = torch.tensor([1, 6])
-    both = Cells(table_of(TABLE), torch.tensor([0, 1]), torch.tensor([9, 0]), 9 if looks else 12, 6, written)
+    both = RequestCells(table_of(TABLE), torch.tensor([0, 1]), torch.tensor([9, 0]), 9 if looks else 12, 6, written)
     slots = both.slots(6)
     assert both.longest == (9 if looks else 10)
     window = slots[:, both.longest :]
@@ -31,18 +31,18 @@ def test_slots_at_the_end_of_the_table_and_beyond_a_requests_own(looks: bool, mo
 
 
 def test_labels_of_requests_that_are_read_one_by_one_end_together() -> None:
-    both = Cells(table_of(TABLE), torch.tensor([0, 1]), torch.tensor([4, 2]), 4, 3)
+    both = RequestCells(table_of(TABLE), torch.tensor([0, 1]), torch.tensor([4, 2]), 4, 3)
     assert both.labels(True).tolist() == [[0, 1, 2, 3], [-1, -1, 0, 1]]
 
 
 def test_one_request_is_read_alone_and_many_where_they_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, lens = torch.tensor([0, 1]), torch.tensor([7, 3])
-    assert Cells(table_of(TABLE), rows[:1], lens[:1], 7, 2).apart(2, 8)
-    both = Cells(table_of(TABLE), rows, lens, 7, 2)
+    assert RequestCells(table_of(TABLE), rows[:1], lens[:1], 7, 2).apart(2, 8)
+    both = RequestCells(table_of(TABLE), rows, lens, 7, 2)
     monkeypatch.setattr(cells, "LARGE", 2 * 9 * 8)
     assert both.apart(2, 8) and not both.apart(1, 8) and not both.apart(2, 7)
     monkeypatch.setattr(cells, "look", lambda *_: None)
-    assert not Cells(table_of(TABLE), rows, lens, 7, 2).apart(2, 1 << 30), "a GPU never looks"
+    assert not RequestCells(table_of(TABLE), rows, lens, 7, 2).apart(2, 1 << 30), "a GPU never looks"
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_the_last_piece_ends_with_the_window(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(cells, "LONG", 0)
     monkeypatch.setattr(cells, "RUN", 4)
     table = table_of(torch.tensor([[1, 2, 3, 4, 5, 6, 9, 7, 8]]))
-    one = Cells(table, torch.tensor([0]), torch.tensor([4]), 4, 5)
+    one = RequestCells(table, torch.tensor([0]), torch.tensor([4]), 4, 5)
     assert one.pieces(0, 2, 1, True) == [(slice(1, 7), 6)]
     (run, six), (rest, two) = one.pieces(0, 4, 1, True)
     assert (run, six, rest.tolist(), two) == (slice(1, 7), 6, [9, 7], 2)

@@ -17,7 +17,7 @@ from cluster.attention.c_backend import CAttention
 from cluster.attention.gather import Gather
 from cluster.attention.torch_backend import TorchAttention
 from cluster.attention.triton_backend import TritonAttention
-from cluster.batch import HostBounds, Seen, Tree
+from cluster.batch import AttentionMetadata, HostBounds, TreeRows
 from cluster.kv.codes import coded, decoded, largest
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
@@ -63,7 +63,7 @@ def test_what_is_stored_is_what_the_twin_stores(backend: str, name: str, dtype: 
     kv = (kv * torch.logspace(least, 37, 30, dtype=torch.float64).view(-1, 1, 1, 1)).to(dtype)
     kv[7], kv[8, 0, 0] = 0, largest(dtype)
     row, lens = torch.tensor([0]), torch.tensor([0])
-    seen = Seen(table.slots(row, torch.arange(30)), Tree(row, lens, line_bits(30, 30, CPU), 30))
+    seen = AttentionMetadata(table.slots(row, torch.arange(30)), TreeRows(row, lens, line_bits(30, 30, CPU), 30))
     attention.prepare(HostBounds())
     attention.bind(seen)
     attention(0, torch.zeros(30, heads, cell.shape[2], dtype=dtype), kv)
@@ -87,7 +87,7 @@ def test_what_no_scale_reaches_counts_as_not_finite(backend: str, dtype: torch.d
     kv = torch.ones(3, 2, 3, 20, dtype=dtype)
     kv[1, 1, 2, 4], kv[2, 0, 0, 0] = -torch.finfo(dtype).max, largest(dtype)
     attention.prepare(HostBounds())
-    attention.bind(Seen(table.slots(row, torch.arange(3)), Tree(row, lens, line_bits(3, 3, CPU), 3)))
+    attention.bind(AttentionMetadata(table.slots(row, torch.arange(3)), TreeRows(row, lens, line_bits(3, 3, CPU), 3)))
     out = attention(0, torch.zeros(3, 6, 20, dtype=dtype), kv)
     assert out[1].isnan().all() and out[[0, 2]].isfinite().all()
     assert not decoded(pool.kv[0], CELLS["grouped"][0], dtype)[17].any()

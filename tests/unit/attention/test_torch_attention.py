@@ -7,7 +7,7 @@ from cluster.attention import cells
 from cluster.attention.ancestor_bits import line_bits
 from cluster.attention.gather import Gather, alike
 from cluster.attention.torch_backend import TorchAttention
-from cluster.batch import HostBounds, Seen, Tree
+from cluster.batch import AttentionMetadata, HostBounds, TreeRows
 from cluster.kv.pool import KVPool
 from tests.tables import table_of
 from tests.unit.attention.dense import CPU, Case
@@ -18,7 +18,7 @@ def test_a_batch_without_rows_attends_to_nothing() -> None:
     pool = KVPool(1, 8, (2, 2, 8), torch.float64, CPU)
     attention = TorchAttention(pool, Gather(table, 3), 4)
     none = torch.zeros(0, dtype=torch.int64)
-    attention.bind(Seen(none, Tree(none, none, line_bits(3, 3, CPU), 3)))
+    attention.bind(AttentionMetadata(none, TreeRows(none, none, line_bits(3, 3, CPU), 3)))
     out = attention(0, torch.zeros(0, 4, 8, dtype=torch.float64), torch.zeros(0, 2, 2, 8, dtype=torch.float64))
     assert out.shape == (0, 32)
 
@@ -55,7 +55,7 @@ def test_the_next_step_finds_other_lengths_in_the_same_memory(looks: bool, monke
         for pool, one in ((pools[0], gather), (pools[1], Gather(table, 1))):
             attention = TorchAttention(pool, one, 4)
             attention.prepare(HostBounds(7))
-            attention.bind(Seen(table.slots(rows, lens), Tree(rows, lens, bits, 1)))
+            attention.bind(AttentionMetadata(table.slots(rows, lens), TreeRows(rows, lens, bits, 1)))
             outs.append(attention(0, q + step, kv))
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[2], outs[3])
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from cluster.attention.ancestor_bits import line_bits, packed
-from cluster.attention.bias import Sight
+from cluster.attention.bias import Visibility
 from cluster.attention.gather import Gather
 from cluster.attention.torch_backend import TorchAttention
-from cluster.batch import HostBounds, Seen, Tree
+from cluster.batch import AttentionMetadata, HostBounds, TreeRows
 from cluster.kv.pool import KVPool
 from tests.tables import table_of
 from tests.unit.attention.dense import CPU, Case
@@ -34,7 +34,9 @@ def test_other_layers_keep_the_whole_text() -> None:
         TorchAttention(pools[0], Gather(table, 4), 4),
         TorchAttention(pools[1], Gather(table, 4), 4, (3, None)),
     )
-    seen = Seen(torch.arange(10, 14), Tree(torch.tensor([0]), torch.tensor([9]), line_bits(4, 4, CPU), 4))
+    seen = AttentionMetadata(
+        torch.arange(10, 14), TreeRows(torch.tensor([0]), torch.tensor([9]), line_bits(4, 4, CPU), 4)
+    )
     q, kv = torch.randn(4, 4, 8, dtype=torch.float64), torch.randn(4, 2, 2, 8, dtype=torch.float64)
     for attention in (plain, mixed):
         attention.prepare(HostBounds(9))
@@ -55,6 +57,6 @@ def test_other_layers_keep_the_whole_text() -> None:
 def test_positions_are_counted_in_bits(window: int | None, first: int, seen: list[str]) -> None:
     """Four tokens, then a window of five slots of which one row sees three and another one."""
     visible = torch.tensor([[[True, True, False, False, True], [True, False, False, False, False]]])
-    sight = Sight.of(packed(visible), 5, first, torch.float64)
+    sight = Visibility.of(packed(visible), 5, first, torch.float64)
     bias = sight.narrowed(torch.arange(4)[None], torch.tensor([4]), window)
     assert (bias[0] == 0).tolist() == [[sign == "#" for sign in row if sign != " "] for row in seen]

@@ -10,7 +10,7 @@ from torch import Tensor
 from cluster.arch import LayerGeometry, Moe
 from cluster.arch.resolve import resolve_models
 from cluster.bench.ceilings import Ceilings, ceilings
-from cluster.bench.demand import Demand, Rows, layer_demand, least_seconds, numbers_of, step_demand
+from cluster.bench.demand import Demand, ForwardRows, layer_demand, least_seconds, numbers_of, step_demand
 from cluster.config import EngineConfig
 from cluster.engine import build_engine
 from cluster.kernels.torch_kernels import Dense
@@ -89,7 +89,7 @@ def test_bytes_of_a_layer() -> None:
     weights = 8 * (16 + 8 + 8) + 16 * 8 + 3 * 8 * 16
     assert numbers_of(g).common == weights
     assert numbers_of(g, pair=True).common == weights + 8 * (16 + 8 + 8)
-    asked = layer_demand(g, Rows(3, 2, 100.0), 2)
+    asked = layer_demand(g, ForwardRows(3, 2, 100.0), 2)
     assert asked.read == 2 * (weights + 3 * 102 * 16)
     assert asked.computed == 2 * 6 * weights + 2 * 6 * 101 * 4 * 8
 
@@ -106,7 +106,7 @@ def test_experts_that_some_rows_take_together() -> None:
 
 def test_a_window_bounds_what_is_read_of_a_prefix() -> None:
     g = LayerGeometry(8, 4, 2, 4, 16, 1e-5, sliding_window=10)
-    assert layer_demand(g, Rows(1, 1, 1000.0), 2) == layer_demand(g, Rows(1, 1, 10.0), 2)
+    assert layer_demand(g, ForwardRows(1, 1, 1000.0), 2) == layer_demand(g, ForwardRows(1, 1, 10.0), 2)
 
 
 def test_forwards_come_one_after_the_other() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cluster.bench.loaded import Loaded
-from cluster.bench.oracle_draft import Counting, ToldDraft, Written, template
+from cluster.bench.oracle_draft import Counting, OracleDraft, WrittenTruth, template
 from cluster.bench.random_models import PRESETS, MadeUp, write_pair
 from cluster.config import EngineConfig
 from cluster.engine import Engine
@@ -19,10 +19,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> MadeUp:
     return write_pair(tmp_path_factory.mktemp("made"), PRESETS["tiny"], None, CPU)
 
 
-def told(config: EngineConfig, truth: Counting | Written, accept_length: float) -> Engine:
+def told(config: EngineConfig, truth: Counting | WrittenTruth, accept_length: float) -> Engine:
     loaded = Loaded(config)
     engine, _ = loaded.engine(
-        config, lambda draft, models: ToldDraft(draft, truth, accept_length, loaded.vocab_size, CPU)
+        config, lambda draft, models: OracleDraft(draft, truth, accept_length, loaded.vocab_size, CPU)
     )
     return engine
 
@@ -51,7 +51,7 @@ def test_a_text_that_plain_decoding_wrote() -> None:
     plain = texts(Loaded(config_of(target)).engine(config_of(target))[0], prompts)
     known = [[*prompt, *plain.tokens[str(i)]] for i, prompt in enumerate(prompts)]
     longest = max(map(len, known))
-    truth = Written(torch.tensor([text + [0] * (longest - len(text)) for text in known]))
+    truth = WrittenTruth(torch.tensor([text + [0] * (longest - len(text)) for text in known]))
     given = texts(told(config_of(target, draft, 3, 3), truth, 3.5), prompts)
     assert given.ended == plain.ended
     most = [length for length in given.accept_lens if length > 2]

@@ -8,7 +8,7 @@ import torch
 from cluster.arch import read_target
 from cluster.arch.safetensors.tensors import parameters
 from cluster.bench import random_models
-from cluster.bench.random_models import COMMON, PRESETS, Dice, Piece, sown, write_pair
+from cluster.bench.random_models import COMMON, PRESETS, Dice, RandomPiece, sown, write_pair
 from cluster.config import ConfigError
 from cluster.models.checkpoint import Checkpoint
 
@@ -81,6 +81,6 @@ def test_numbers_go_on_behind_the_block(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(random_models, "BLOCK", 7)
     dice = Dice("float32")
     with (tmp_path / "numbers").open("wb") as file:
-        dice.write(file, Piece(5, 20, 2.0))
+        dice.write(file, RandomPiece(5, 20, 2.0))
     read = torch.frombuffer(bytearray((tmp_path / "numbers").read_bytes()), dtype=torch.float32)
     assert torch.equal(read, 2 * dice._block[(5 + torch.arange(20)) % 7])

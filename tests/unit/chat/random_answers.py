@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from cluster.api.core.choices import Choice, Delta
-from cluster.api.openai.answers import Answering, Extras
-from cluster.chat.events import Arguments, CallBegun, Event, Said, Thought
-from cluster.request import FinishReason, Request, SamplingParams
+from cluster.api.core.choices import Delta, OutputSequence
+from cluster.api.openai.answers import AnswerContext, Extras
+from cluster.chat.events import CallArguments, CallBegun, Event, ReasoningPiece, TextPiece
+from cluster.request import FinishReason, Request, RequestParams
 
 TEXTS = st.text(max_size=5)
 PROMPT = (1, 2, 3, 4, 5)
@@ -22,10 +22,12 @@ def answers(draw: st.DrawFn) -> list[Event]:
     for kind in draw(st.lists(st.sampled_from(["said", "thought", "call"]), max_size=6)):
         if kind == "call":
             made.append(CallBegun(calls, f"call_{calls}", f"tool_{draw(st.integers(0, 2))}"))
-            made += [Arguments(calls, text) for text in draw(st.lists(TEXTS, max_size=3))]
+            made += [CallArguments(calls, text) for text in draw(st.lists(TEXTS, max_size=3))]
             calls += 1
         else:
-            made += [(Said if kind == "said" else Thought)(text) for text in draw(st.lists(TEXTS, max_size=3))]
+            made += [
+                (TextPiece if kind == "said" else ReasoningPiece)(text) for text in draw(st.lists(TEXTS, max_size=3))
+            ]
     return made
 
 
@@ -37,8 +39,8 @@ def steps(
     return [*made, Delta(0, finish_reason=finish, stop_reason=stop)]
 
 
-def about(call_id: str, tokens: int = 9) -> Answering:
+def about(call_id: str, tokens: int = 9) -> AnswerContext:
     """A call of one sequence that has made so many tokens."""
-    choice = Choice(0, 0, Request("r", PROMPT, SamplingParams(max_tokens=99), 0), None)
+    choice = OutputSequence(0, 0, Request("r", PROMPT, RequestParams(max_tokens=99), 0), None)
     choice.tokens, choice.cached_tokens = tokens, CACHED
-    return Answering(call_id, 1_700_000_000, "demo", [choice], None, Extras())
+    return AnswerContext(call_id, 1_700_000_000, "demo", [choice], None, Extras())

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from cluster.chat.events import Arguments, CallBegun, Event, Said, Thought
+from cluster.chat.events import CallArguments, CallBegun, Event, ReasoningPiece, TextPiece
 from tests.unit.chat.transcripts import TOOLS, TRANSCRIPTS, Transcript, merged, reader_of
 
 
@@ -46,7 +46,7 @@ def test_wherever_it_ends_calls_are_whole_and_the_rest_is_text(name: str) -> Non
         assert all(isinstance(json.loads(arguments), dict) for _, _, arguments in found)
         after = 0
         for event in told:
-            if isinstance(event, Said | Thought):
+            if isinstance(event, TextPiece | ReasoningPiece):
                 after = cut.index(event.text, after) + len(event.text)
         plain = {event[0] for event in (*transcript.events, *merged(told))} == {"said"}
         if plain and not transcript.text.startswith("<|channel|>"):
@@ -94,7 +94,7 @@ def test_calls_are_numbered_and_have_ids_of_their_own() -> None:
         told = read(transcript, [transcript.text])
         begun = [event for event in told if isinstance(event, CallBegun)]
         assert [event.call for event in begun] == list(range(len(begun)))
-        assert [event.call for event in told if isinstance(event, Arguments)] == list(range(len(begun)))
+        assert [event.call for event in told if isinstance(event, CallArguments)] == list(range(len(begun)))
         assert len({event.call_id for event in begun}) == len(begun)
         assert all(event.name in TOOLS for event in begun)
     told = read(TRANSCRIPTS["mistral"], [TRANSCRIPTS["mistral"].text])

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from cluster.chat.events import Event
-from cluster.chat.formats.choose import FORMATS, THINKING, Chosen, choose, named
-from cluster.chat.formats.plan import Format, Prompted, with_tokens
+from cluster.chat.formats.choose import FORMATS, THINKING, ChosenFormat, choose, named
+from cluster.chat.formats.plan import ChatFormat, Prompted, with_tokens
 from cluster.grammar.asked import Grammar, GrammarError
 from cluster.grammar.matching import Matchers, TextMatcher
 from cluster.grammar.vocabulary import SPECIAL, Vocabulary
@@ -85,7 +85,7 @@ def walk(matcher: TextMatcher, seed: int, most: int = 4000) -> list[int]:
     raise AssertionError("no end was drawn")
 
 
-def read(format: Format, text: str, prompt: str = "") -> list[tuple[str, ...]]:
+def read(format: ChatFormat, text: str, prompt: str = "") -> list[tuple[str, ...]]:
     reader = format.reader(SCHEMAS, True, Prompted(prompt))
     told: list[Event] = [*reader.push(text), *reader.finish()]
     return merged(told)
@@ -226,18 +226,23 @@ def test_special_tokens_are_allowed_where_they_are_meant_and_nowhere_else(worker
     assert allowed() & special == {TOKENS["[TOOL_CALLS]"]}, "in free text a call may begin, and no other mark comes"
 
 
-TEMPLATES: dict[str, tuple[str, set[str], str, Chosen]] = {
-    "qwen3": ("{% if tools %}<tool_call>{% endif %}<think>", {"<tool_call>"}, "qwen3", Chosen(None, "hermes", "think")),
-    "qwen2.5": ("{% if tools %}<tool_call>{% endif %}", set(), "qwen2", Chosen(None, "hermes", "none")),
-    "coder": ("<tool_call><function=x><parameter=y>", set(), "", Chosen(None, "qwen3_coder", "none")),
-    "llama": ("parameters", {"<|python_tag|>"}, "llama", Chosen(None, "llama3_json", "none")),
-    "old mistral": ("x", {"[TOOL_CALLS]"}, "", Chosen(None, "mistral_list", "none")),
-    "magistral": ("x", {"[TOOL_CALLS]", "[ARGS]", "[THINK]"}, "", Chosen(None, "mistral", "mistral")),
-    "r1": ("```json", {"<｜tool▁sep｜>", "<think>"}, "deepseek_v3", Chosen(None, "deepseek_v3", "think")),
-    "v3.1": ("x</think>", {"<｜tool▁sep｜>"}, "deepseek_v3", Chosen(None, "deepseek_v31", "think")),
-    "glm": ("<tool_call><arg_key><think>", set(), "glm4_moe", Chosen(None, "glm45", "think")),
-    "gpt-oss": ("<|channel|>", {"<|channel|>"}, "gpt_oss", Chosen(None, "gpt-oss", "gpt-oss")),
-    "plain": ("{{ messages }}", set(), "llama", Chosen(None, "none", "none")),
+TEMPLATES: dict[str, tuple[str, set[str], str, ChosenFormat]] = {
+    "qwen3": (
+        "{% if tools %}<tool_call>{% endif %}<think>",
+        {"<tool_call>"},
+        "qwen3",
+        ChosenFormat(None, "hermes", "think"),
+    ),
+    "qwen2.5": ("{% if tools %}<tool_call>{% endif %}", set(), "qwen2", ChosenFormat(None, "hermes", "none")),
+    "coder": ("<tool_call><function=x><parameter=y>", set(), "", ChosenFormat(None, "qwen3_coder", "none")),
+    "llama": ("parameters", {"<|python_tag|>"}, "llama", ChosenFormat(None, "llama3_json", "none")),
+    "old mistral": ("x", {"[TOOL_CALLS]"}, "", ChosenFormat(None, "mistral_list", "none")),
+    "magistral": ("x", {"[TOOL_CALLS]", "[ARGS]", "[THINK]"}, "", ChosenFormat(None, "mistral", "mistral")),
+    "r1": ("```json", {"<｜tool▁sep｜>", "<think>"}, "deepseek_v3", ChosenFormat(None, "deepseek_v3", "think")),
+    "v3.1": ("x</think>", {"<｜tool▁sep｜>"}, "deepseek_v3", ChosenFormat(None, "deepseek_v31", "think")),
+    "glm": ("<tool_call><arg_key><think>", set(), "glm4_moe", ChosenFormat(None, "glm45", "think")),
+    "gpt-oss": ("<|channel|>", {"<|channel|>"}, "gpt_oss", ChosenFormat(None, "gpt-oss", "gpt-oss")),
+    "plain": ("{{ messages }}", set(), "llama", ChosenFormat(None, "none", "none")),
 }
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.chat.events import Arguments, CallBegun, Event, Said, Thought
+from cluster.chat.events import CallArguments, CallBegun, Event, ReasoningPiece, TextPiece
 from cluster.chat.sections import Change, Closed, Grown, Opened, Section, Sections
 from tests.unit.chat.random_answers import answers
 
@@ -23,8 +23,9 @@ def outline(sections: list[Section]) -> list[tuple[str, str, str, str]]:
 def test_an_answer_of_all_kinds() -> None:
     sections = Sections()
     events: list[Event] = [
-        Thought("let "), Thought("me"), Said("I"), Said(" look"),
-        CallBegun(0, "a", "find"), Arguments(0, '{"x"'), Arguments(0, ":1}"), CallBegun(1, "b", "stop"), Said("!"),
+        ReasoningPiece("let "), ReasoningPiece("me"), TextPiece("I"), TextPiece(" look"),
+        CallBegun(0, "a", "find"), CallArguments(0, '{"x"'), CallArguments(0, ":1}"),
+        CallBegun(1, "b", "stop"), TextPiece("!"),
     ]  # fmt: skip
     found = changes(sections, events)
     assert outline(sections.all) == [
@@ -63,7 +64,7 @@ def test_what_grows_is_what_is_there_at_the_end(events: list[Event], cuts: int) 
             closed += 1
     assert opened == sections.all and closed == len(opened) >= 1
     assert texts == [section.text for section in sections.all]
-    for kind, of in (("said", Said), ("thought", Thought), ("call", Arguments)):
+    for kind, of in (("said", TextPiece), ("thought", ReasoningPiece), ("call", CallArguments)):
         whole = "".join(event.text for event in events if isinstance(event, of))
         assert "".join(section.text for section in sections.all if section.kind == kind) == whole
     begun = [(event.call_id, event.name) for event in events if isinstance(event, CallBegun)]
@@ -72,13 +73,13 @@ def test_what_grows_is_what_is_there_at_the_end(events: list[Event], cuts: int) 
 
 def test_an_answer_without_events_is_an_empty_text() -> None:
     sections = Sections()
-    assert [type(change) for change in changes(sections, [Said(""), Thought("")])] == [Opened, Closed]
+    assert [type(change) for change in changes(sections, [TextPiece(""), ReasoningPiece("")])] == [Opened, Closed]
     assert outline(sections.all) == [("said", "", "", "")]
 
 
-@pytest.mark.parametrize("before", [[], [CallBegun(0, "a", "f"), Said("x")], [CallBegun(1, "a", "f")]])
+@pytest.mark.parametrize("before", [[], [CallBegun(0, "a", "f"), TextPiece("x")], [CallBegun(1, "a", "f")]])
 def test_arguments_without_their_call_are_an_error(before: list[Event]) -> None:
     sections = Sections()
     list(sections.take(before))
     with pytest.raises(ValueError, match="arguments of call 0"):
-        list(sections.take([Arguments(0, "{}")]))
+        list(sections.take([CallArguments(0, "{}")]))

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.chat.events import Arguments, CallBegun, Event, Said, Thought
+from cluster.chat.events import CallArguments, CallBegun, Event, ReasoningPiece, TextPiece
 from cluster.chat.formats.choose import FORMATS
 from cluster.chat.formats.plan import Prompted
-from cluster.chat.reading import Reader
+from cluster.chat.reading import AnswerReader
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]}
 EMPTY: dict[str, Any] = {"type": "object", "properties": {}}
@@ -271,7 +271,7 @@ TRANSCRIPTS: dict[str, Transcript] = {
 }
 
 
-def reader_of(transcript: Transcript, calls: bool = True, split: bool = True) -> Reader:
+def reader_of(transcript: Transcript, calls: bool = True, split: bool = True) -> AnswerReader:
     return FORMATS[transcript.format].reader(TOOLS if calls else None, split, Prompted(transcript.prompt))
 
 
@@ -280,15 +280,15 @@ def merged(events: Sequence[Event]) -> list[Event3]:
     found: list[Event3] = []
     for event in events:
         match event:
-            case Said(text) | Thought(text):
-                kind = "said" if isinstance(event, Said) else "thought"
+            case TextPiece(text) | ReasoningPiece(text):
+                kind = "said" if isinstance(event, TextPiece) else "thought"
                 if found and found[-1][0] == kind:
                     found[-1] = (kind, found[-1][1] + text)
                 else:
                     found.append((kind, text))
             case CallBegun(_, _, name):
                 found.append(("call", name, ""))
-            case Arguments(_, text):
+            case CallArguments(_, text):
                 _, name, before = found[-1]
                 found[-1] = ("call", name, before + text)
     return found

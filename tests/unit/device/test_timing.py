@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import pytest
 
 from cluster.device.timing import HOST, Spans
-from cluster.distributed.progress import Clock
-from cluster.spec.result import Phases
+from cluster.distributed.progress import ProgressClock
+from cluster.spec.result import PhaseTimes
 
 
 @dataclass
@@ -46,7 +46,7 @@ def test_the_hosts_own_spans_are_by_its_clock() -> None:
 
 def test_waits_of_two_kinds_of_collectives_add_up() -> None:
     """The ranks' facts go over the host, their rows over the device."""
-    clock, queue = Clock(), Queue()
+    clock, queue = ProgressClock(), Queue()
     began = clock.begin(queue)
     assert clock.waits
     queue.tell(4.0)
@@ -58,4 +58,4 @@ def test_waits_of_two_kinds_of_collectives_add_up() -> None:
 
 
 def test_phases_are_what_lies_between_their_moments() -> None:
-    assert Phases(Queue(), [1.0, 3.0, 6.0, 10.0]).seconds() == {"draft": 2.0, "target": 3.0, "extend": 4.0}
+    assert PhaseTimes(Queue(), [1.0, 3.0, 6.0, 10.0]).seconds() == {"draft": 2.0, "target": 3.0, "extend": 4.0}

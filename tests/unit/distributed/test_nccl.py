@@ -12,7 +12,7 @@ import torch.distributed as dist
 from cluster.config import ConfigError
 from cluster.distributed import nccl
 from cluster.distributed.process_group import Axis
-from cluster.distributed.progress import Clock
+from cluster.distributed.progress import ProgressClock
 
 HEADER = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
 
@@ -129,7 +129,7 @@ def test_every_kind_of_collective_is_run_once_and_waited_for(monkeypatch: pytest
 
 
 def test_a_clock_counts_what_the_device_has_passed() -> None:
-    clock = Clock()
+    clock = ProgressClock()
     clock.part()
     assert (clock.look(), clock.marks) == (0, 1)  # a CPU is where its host is
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cluster.config import ConfigError, EngineConfig
 from cluster.distributed import one_shot_all_reduce
-from cluster.distributed.one_shot_all_reduce import DTYPES, MOST_BYTES, OneShot, WrongSumError, hold_to_twin
+from cluster.distributed.one_shot_all_reduce import DTYPES, MOST_BYTES, OneShot, WrongSumError, check_against_reference
 from cluster.distributed.process_group import Axis
 from cluster.engine import build_engine
 from cluster.engine.one_shot_setting import refuse_summing, sum_in_one_shot
@@ -77,7 +77,7 @@ def same(rows: Tensor) -> Tensor:
 def test_it_equals_its_twin_and_an_axis_uses_it_for_few_rows_only(symmetric: list[tuple[Any, ...]]) -> None:
     kernel = OneShot(SimpleNamespace(group_name="g"), 2, CPU)
     assert symmetric == [("meet", "g")] * len(DTYPES)
-    hold_to_twin(kernel, 0, doubled, same, CPU)
+    check_against_reference(kernel, 0, doubled, same, CPU)
     symmetric.clear()
     axis, rows = Axis(0, 2, direct=True, one_shot=kernel), torch.arange(8.0).view(4, 2).t()
     assert torch.equal(axis.all_reduce(rows), rows * 2) and symmetric == [("sum", "g")]
@@ -97,7 +97,7 @@ def test_a_kernel_that_differs_is_refused(
     symmetric: list[tuple[Any, ...]], twin: Callable[[Tensor], Tensor], every: Callable[[Tensor], Tensor], what: str
 ) -> None:
     with pytest.raises(WrongSumError, match=what):
-        hold_to_twin(OneShot(SimpleNamespace(group_name="g"), 2, CPU), 0, twin, every, CPU)
+        check_against_reference(OneShot(SimpleNamespace(group_name="g"), 2, CPU), 0, twin, every, CPU)
 
 
 def test_more_ranks_than_a_node_has_are_refused() -> None:

@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from cluster.device.wait_hook import catch_up, watched
 from cluster.distributed import watchdog as watches
-from cluster.distributed.errors import Farewell, Farewells, PeerLostError, StuckDeviceError, believed, bounded
-from cluster.distributed.heartbeat import Sign, StepThread
+from cluster.distributed.errors import ExitReason, ExitReasons, PeerLostError, StuckDeviceError, believed, bounded
+from cluster.distributed.heartbeat import PeerHeartbeat, StepThread
 from cluster.distributed.mesh import Axis, Mesh
-from cluster.distributed.progress import Clock
-from cluster.distributed.watchdog import Watch
+from cluster.distributed.progress import ProgressClock
+from cluster.distributed.watchdog import DeviceWatchdog
 from cluster.engine import build_engine
 from tests.parity.harness import SAMPLING, config_of, request, tiny_pair
 
@@ -51,7 +51,7 @@ class Signs:
     ) -> None:
         self.alarm, self._silent, self._still, self._store = threading.Event(), silent, still, store
         now = time.monotonic()
-        self._signs = [Sign(now, now, 1, 4, "target", 10 + rank) for rank in range(world)]
+        self._signs = [PeerHeartbeat(now, now, 1, 4, "target", 10 + rank) for rank in range(world)]
         self._began = now
 
     @property
@@ -59,7 +59,7 @@ class Signs:
         return time.monotonic() if self._store else self._began
 
     @property
-    def signs(self) -> list[Sign]:
+    def signs(self) -> list[PeerHeartbeat]:
         now = time.monotonic()
         for rank, sign in enumerate(self._signs):
             if self._store and rank not in self._silent:
@@ -74,27 +74,27 @@ class Signs:
 class Told(Mesh):
     """A mesh that notes what is said."""
 
-    def say(self, farewell: Farewell) -> None:
-        said.append(farewell)
+    def say(self, exit_reason: ExitReason) -> None:
+        said.append(exit_reason)
 
     def explain(self, cause: str) -> PeerLostError:
         return PeerLostError(f"rank 2 left: {cause}", 2, *self.position)
 
 
-said: list[Farewell] = []
+said: list[ExitReason] = []
 
 
-def watch(rank: int, signs: Signs | None, timer: Timer) -> Watch:
+def watch(rank: int, signs: Signs | None, timer: Timer) -> DeviceWatchdog:
     said.clear()
     world = 1 if signs is None else len(signs._signs)
     given: Any = signs
-    mesh = Told(rank, Axis(rank, world, clock=Clock()), position=(4, "target"), herald=given)
-    made = Watch(mesh, timer)
+    mesh = Told(rank, Axis(rank, world, clock=ProgressClock()), position=(4, "target"), heartbeat_monitor=given)
+    made = DeviceWatchdog(mesh, timer)
     made.serve(LIMIT_S)
     return made
 
 
-def lost(made: Watch) -> Any:
+def lost(made: DeviceWatchdog) -> Any:
     began = time.monotonic()
     with pytest.raises((PeerLostError, StuckDeviceError)) as caught:
         made.wait(made.mark())
@@ -173,10 +173,14 @@ def test_a_process_that_was_held_up_blames_nobody(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_rank_with_a_reason_of_its_own_is_believed_before_those_who_blame() -> None:
-    own, seen, other = Farewell(1, "ValueError"), Farewell(None, "closed"), Farewell(2, "rank 2 has given no sign")
+    own, seen, other = (
+        ExitReason(1, "ValueError"),
+        ExitReason(None, "closed"),
+        ExitReason(2, "rank 2 has given no sign"),
+    )
     assert believed({}) is None and believed({0: seen}) is None
-    assert believed({0: other, 1: own}) == Farewell(1, "rank 1 left: ValueError")
-    assert believed({0: seen, 3: other}) == Farewell(2, "rank 2 has given no sign (so rank 3)")
+    assert believed({0: other, 1: own}) == ExitReason(1, "rank 1 left: ValueError")
+    assert believed({0: seen, 3: other}) == ExitReason(2, "rank 2 has given no sign (so rank 3)")
 
 
 def test_a_call_that_blocks_is_left_behind() -> None:
@@ -193,18 +197,18 @@ def test_whoever_asks_the_device_amid_a_step_waits_under_watch() -> None:
     catch_up()
 
 
-class Heard(Farewells):
+class Heard(ExitReasons):
     """Farewells of two ranks, of which rank 1 has left if it is `gone`."""
 
     def __init__(self, gone: bool) -> None:
         super().__init__(None, 0, 2)
         self._gone = gone
 
-    def _say(self, farewell: Farewell, rank: int) -> None:
-        said.append(farewell)
+    def _say(self, exit_reason: ExitReason, rank: int) -> None:
+        said.append(exit_reason)
 
-    def heard(self) -> dict[int, Farewell]:
-        return {1: Farewell(1, "its process is gone")} if self._gone else {}
+    def heard(self) -> dict[int, ExitReason]:
+        return {1: ExitReason(1, "its process is gone")} if self._gone else {}
 
 
 @pytest.mark.parametrize(
@@ -219,7 +223,7 @@ class Heard(Farewells):
 )
 def test_an_error_is_a_peers_only_if_it_can_be(error: RuntimeError, alone: str, after: str) -> None:
     for gone, words in ((False, alone), (True, after)):
-        mesh = Mesh(0, Axis(0, 2), _farewells=Heard(gone))
+        mesh = Mesh(0, Axis(0, 2), _exit_reasons=Heard(gone))
         lost = mesh.loss(error)
         assert (lost is None) == (not words) and words in str(lost or ""), lost
     assert Mesh().loss(error) is None
@@ -228,9 +232,9 @@ def test_an_error_is_a_peers_only_if_it_can_be(error: RuntimeError, alone: str, 
 def test_the_thread_that_steps_is_the_one_whose_work_peers_hear_of() -> None:
     """Not the one that has loaded the engine, which does nothing from then on."""
     engine = build_engine(config_of(tiny_pair()[0]))
-    herald: Any = SimpleNamespace(effort=StepThread())
-    engine._lockstep.mesh.herald = herald
-    loaded, ids = herald.effort.thread, list[int]()
+    heartbeat_monitor: Any = SimpleNamespace(effort=StepThread())
+    engine._lockstep.mesh.heartbeat_monitor = heartbeat_monitor
+    loaded, ids = heartbeat_monitor.effort.thread, list[int]()
     engine.submit(request("a", [3, 1, 4], SAMPLING["greedy"], max_tokens=2))
 
     def loop() -> None:
@@ -240,13 +244,13 @@ def test_the_thread_that_steps_is_the_one_whose_work_peers_hear_of() -> None:
     thread = threading.Thread(target=loop)
     thread.start()
     thread.join()
-    assert [herald.effort.thread] == ids != [loaded]
+    assert [heartbeat_monitor.effort.thread] == ids != [loaded]
 
 
 def test_the_thread_that_steps_works_for_the_device() -> None:
     """CUDA's current device is a thread's own, and the one that loads is another."""
     timer = Timer()
-    watch = Watch(Mesh(), timer)
+    watch = DeviceWatchdog(Mesh(), timer)
     watch.follow()
     assert timer.thread == threading.get_native_id()
     timer.thread = 0

@@ -5,12 +5,12 @@ import torch
 
 from cluster.distributed.mesh import Mesh, OutOfStepError
 from cluster.dp_attention.exchange import Exchange
-from cluster.dp_attention.plan import Call
+from cluster.dp_attention.plan import ScriptCall
 
-SUM, GATHER = Call("draft", "reduce", (3,), 8), Call("target", "gather", (2,), 8)
+SUM, GATHER = ScriptCall("draft", "reduce", (3,), 8), ScriptCall("target", "gather", (2,), 8)
 
 
-def begun(*calls: Call) -> Exchange:
+def begun(*calls: ScriptCall) -> Exchange:
     exchange = Exchange(Mesh(), torch.float32)
     exchange.begin(7, calls)
     return exchange
@@ -58,7 +58,7 @@ def test_rows_that_are_not_as_planned_are_out_of_step(rows: torch.Tensor) -> Non
         ([SUM, GATHER, SUM], r"calls reduce of rows \[3\] in phase draft as its call 2 where the step ends"),
     ],
 )
-def test_a_program_with_other_calls_is_not_replayed(calls: list[Call], said: str) -> None:
+def test_a_program_with_other_calls_is_not_replayed(calls: list[ScriptCall], said: str) -> None:
     exchange = begun(SUM, GATHER)
     with pytest.raises(OutOfStepError, match=said):
         exchange.replay(calls)

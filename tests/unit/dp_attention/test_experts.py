@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from cluster.arch import Moe
-from cluster.distributed.mesh import Mesh, OutOfStepError, Part
+from cluster.distributed.mesh import Mesh, OutOfStepError, Shard
 from cluster.dp_attention.all2all import impossible, packed, unpacked
 from cluster.dp_attention.exchange import Exchange
-from cluster.dp_attention.plan import Apart
+from cluster.dp_attention.plan import ExpertParallel
 from cluster.kernels.interface import Activation, Kernels
 from cluster.kernels.select import choose_kernels
 from cluster.kernels.torch_kernels import TorchKernels
 from cluster.models.context import Sharding, part_of_experts
 from cluster.models.exchange import NoExchange
-from cluster.models.experts import Experts, Gate, Held
+from cluster.models.experts import Experts, Gate, LocalExperts
 from cluster.models.mlp import Mlp
 from tests.unit.dp_attention.threads import Meeting, on_ranks
 
@@ -63,7 +63,7 @@ class Weights:
         common = [*range(start, stop), *range(COLUMNS + start, COLUMNS + stop)]
         first = sharding.columns.rank == 0
         size = sharding.experts.size
-        parts = [p for p in range(size) for _ in range(*Part(p, size).span(moe.experts))]
+        parts = [p for p in range(size) for _ in range(*Shard(p, size).span(moe.experts))]
         return Experts(
             kernels,
             Gate(kernels.weight(self.gate), None, None, moe),
@@ -82,16 +82,16 @@ class Weights:
             else None,
             Activation(),
             kernels.weight(self.shared_gate) if moe.shared_gate else None,
-            Held(own.start, own.stop - own.start, torch.tensor(parts)) if size > 1 else None,
+            LocalExperts(own.start, own.stop - own.start, torch.tensor(parts)) if size > 1 else None,
         )
 
 
 def exchanged(weights: Weights, kernels: Kernels, rows: list[Tensor], parts: int, counted: bool, mesh: Mesh) -> Tensor:
     """This rank's output for the rows of its group, of those of all groups."""
     dtype, counts = rows[0].dtype, tuple(each.shape[0] for each in rows)
-    sharding = Sharding(mesh.attn.part, mesh.world.part, Part(), part_of_experts(parts, mesh.world.part))
+    sharding = Sharding(mesh.attn.part, mesh.world.part, Shard(), part_of_experts(parts, mesh.world.part))
     exchange = Exchange(mesh, dtype, parts=parts)
-    exchange.begin(1, Apart(parts, weights.moe.active).calls("target", counts, H, counted), counted)
+    exchange.begin(1, ExpertParallel(parts, weights.moe.active).calls("target", counts, H, counted), counted)
     out = weights.held(kernels, sharding)(rows[mesh.dp_rank], exchange)
     exchange.end()
     return out

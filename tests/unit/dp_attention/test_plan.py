@@ -5,12 +5,12 @@ from itertools import product
 
 import pytest
 
-from cluster.batch import Decode, Mode, Order, PromptChunk
+from cluster.batch import DecodeRequest, PromptChunk, SamplingMode, StepInput
 from cluster.config.tree_shape import PLAIN, TreeShape, tiers
 from cluster.distributed.mesh import Mesh, OutOfStepError
 from cluster.dp_attention.coordinator import Coordinator
 from cluster.dp_attention.padding import padded
-from cluster.dp_attention.plan import Apart, Call, Facts, Ops, PlanRule, script
+from cluster.dp_attention.plan import ExpertParallel, Ops, PlanRule, RankFacts, ScriptCall, script
 from cluster.dp_attention.sizes import MOST_ROWS, Buckets
 from cluster.models.exchange import EXPERTS
 from cluster.sampling.sharded import ShardedHead
@@ -20,8 +20,8 @@ TARGET = Ops(("embed", "reduce", "gather", "scatter"), ("head",))
 DRAFT = Ops(("gather", "scatter"), ())
 
 
-def facts(decodes: int = 0, prompt_rows: int = 0, finals: int = 0, num_steps: int = 3) -> Facts:
-    return Facts(0, 5, 0, 0, decodes, prompt_rows, finals, num_steps=num_steps, requests=decodes + prompt_rows)
+def facts(decodes: int = 0, prompt_rows: int = 0, finals: int = 0, num_steps: int = 3) -> RankFacts:
+    return RankFacts(0, 5, 0, 0, decodes, prompt_rows, finals, num_steps=num_steps, requests=decodes + prompt_rows)
 
 
 def rule(
@@ -43,7 +43,7 @@ def test_trees_have_room_for_what_grammars_force_while_it_costs_few_rows(decodes
     free = [facts(decodes[0]), facts(decodes[1])]
     plan = replace(rule(), forced_rows=8).plan(free, shape)
     assert plan.forced == 0 and plan.tree(shapes) == shape
-    constrained = [free[0], free[1]._replace(mode=int(Mode.CONSTRAINED))]
+    constrained = [free[0], free[1]._replace(mode=int(SamplingMode.CONSTRAINED))]
     other = replace(rule(), forced_rows=8).plan(constrained, shape)
     assert other.forced == forced and other.tree(shapes).num_draft_tokens == shape.num_draft_tokens + forced
     assert other.tree(shapes).drafted.num_draft_tokens == shape.num_draft_tokens
@@ -77,13 +77,13 @@ def test_rows_go_to_experts_by_counts_unless_sizes_have_to_be_known(
     plan = made.plan(table, SHAPE)
     assert plan.counted is counted and not replace(made, apart=False).plan(table, SHAPE).counted
     assert not made.plan(table[:1], SHAPE).counted, "one group has all rows on each of its ranks"
-    ops = Ops(("reduce", EXPERTS, "reduce", "gather", "scatter"), (), 8, apart=Apart(2, 3))
+    ops = Ops(("reduce", EXPERTS, "reduce", "gather", "scatter"), (), 8, apart=ExpertParallel(2, 3))
     rows = tuple(own.rows(6) for own in plan.sizes)
     brought = (
         [("counts", 2, 3), ("dispatch", 14, 0), ("combine", 8, 0)] if counted else [("gather", 8, 0), ("scatter", 8, 0)]
     )
     wanted = [("reduce", 8, 0), *brought, ("reduce", 8, 0), ("gather", 8, 0), ("scatter", 8, 0)]
-    assert script(plan, SHAPE, ops, None) == [Call("target", op, rows, *widths) for op, *widths in wanted]
+    assert script(plan, SHAPE, ops, None) == [ScriptCall("target", op, rows, *widths) for op, *widths in wanted]
 
 
 def test_steps_are_run_at_the_sizes_of_programs() -> None:
@@ -103,14 +103,14 @@ def test_steps_are_run_at_the_sizes_of_programs() -> None:
 
 def test_steps_with_bad_words_are_not_captured_but_padded_as_any() -> None:
     for padding in ("exact", "padded"):
-        table = [facts(3, 7, 3)._replace(mode=int(Mode.ADJUSTED | Mode.WORDS)), facts(1)]
+        table = [facts(3, 7, 3)._replace(mode=int(SamplingMode.ADJUSTED | SamplingMode.WORDS)), facts(1)]
         plan = rule(padding, buckets=(1, 2, 4, 8)).plan(table, SHAPE)
-        assert not plan.captured and plan.mode == Mode.ADJUSTED | Mode.WORDS
+        assert not plan.captured and plan.mode == SamplingMode.ADJUSTED | SamplingMode.WORDS
         assert plan.sizes == rule(padding).plan(table, SHAPE).sizes
 
 
 def test_steps_with_a_grammar_are_captured() -> None:
-    for mode in (Mode.ADJUSTED, Mode.CONSTRAINED):
+    for mode in (SamplingMode.ADJUSTED, SamplingMode.CONSTRAINED):
         of = replace(rule("exact"), buckets=Buckets())
         assert of.plan([facts(3)._replace(mode=int(mode))], SHAPE).captured
 
@@ -125,11 +125,11 @@ def test_graphs_over_several_groups_are_of_steps_that_are_alike_in_all() -> None
 
 
 def test_steps_that_show_trees_are_not_captured() -> None:
-    table = [facts(3, 7, 3)._replace(mode=int(Mode.NOISY | Mode.TREES)), facts(1)]
+    table = [facts(3, 7, 3)._replace(mode=int(SamplingMode.NOISY | SamplingMode.TREES)), facts(1)]
     plan = rule("exact", buckets=(1, 2, 4, 8)).plan(table, SHAPE)
-    assert not plan.captured and plan.mode == Mode.NOISY | Mode.TREES
+    assert not plan.captured and plan.mode == SamplingMode.NOISY | SamplingMode.TREES
     assert rule("exact", buckets=(1, 2, 4, 8)).plan([facts(3, 7, 3), facts(1)], SHAPE).captured
-    assert script(plan, SHAPE, TARGET, DRAFT) == script(plan._replace(mode=Mode.NOISY), SHAPE, TARGET, DRAFT)
+    assert script(plan, SHAPE, TARGET, DRAFT) == script(plan._replace(mode=SamplingMode.NOISY), SHAPE, TARGET, DRAFT)
 
 
 def test_the_key_is_what_a_step_runs() -> None:
@@ -137,7 +137,7 @@ def test_the_key_is_what_a_step_runs() -> None:
     small = rule("exact", buckets=(1, 2, 4, 8))
     keys = [small.plan([facts(*load), facts(1)], SHAPE).key for load in ((3, 7, 1), (4, 5, 1), (3, 7, 2), (2, 7, 1))]
     assert keys[0] == keys[1] and len(set(keys)) == 3
-    others = (facts(3, 7, 1, num_steps=2), facts(3, 7, 1)._replace(mode=int(Mode.NOISY)))
+    others = (facts(3, 7, 1, num_steps=2), facts(3, 7, 1)._replace(mode=int(SamplingMode.NOISY)))
     assert len({keys[0], *(small.plan([other, facts(1)], SHAPE).key for other in others)}) == 3
     assert small.plan([facts(3, 7, 1), facts(2)], SHAPE).key != keys[0], "collectives have counts of all groups"
 
@@ -178,13 +178,13 @@ def test_the_digest_tells_any_two_plans_apart() -> None:
 
 def test_the_script_of_a_step() -> None:
     plan = rule("exact").plan([facts(2, 7, 1), facts(1)], SHAPE)
-    level = [Call("draft", op, (4, 2)) for op in DRAFT.forward]
-    target = [Call("target", op, (19, 6)) for op in TARGET.forward] + [Call("target", "head", (13, 6))]
-    extend = [Call("extend", op, (15, 4)) for op in DRAFT.forward]
+    level = [ScriptCall("draft", op, (4, 2)) for op in DRAFT.forward]
+    target = [ScriptCall("target", op, (19, 6)) for op in TARGET.forward] + [ScriptCall("target", "head", (13, 6))]
+    extend = [ScriptCall("extend", op, (15, 4)) for op in DRAFT.forward]
     assert script(plan, SHAPE, TARGET, DRAFT) == level * 2 + target + extend
     assert script(plan, PLAIN, TARGET, None) == [
-        *(Call("target", op, (9, 1)) for op in TARGET.forward),
-        Call("target", "head", (3, 1)),
+        *(ScriptCall("target", op, (9, 1)) for op in TARGET.forward),
+        ScriptCall("target", "head", (3, 1)),
     ]
 
 
@@ -205,14 +205,14 @@ def test_the_script_of_a_draft_runner_list() -> None:
 
 def test_a_step_runs_in_the_mode_of_every_group() -> None:
     """A follower's is that of its leader."""
-    modes = (Mode.NOISY, Mode(0), Mode.LOGPROBS, Mode.FILTERED)
+    modes = (SamplingMode.NOISY, SamplingMode(0), SamplingMode.LOGPROBS, SamplingMode.FILTERED)
     table = [facts(1)._replace(mode=int(mode)) for mode in modes]
-    assert rule().plan(table, SHAPE).mode == Mode.NOISY | Mode.LOGPROBS | Mode.FILTERED
-    assert rule(attn_tp=2).plan(table, SHAPE).mode == Mode.NOISY | Mode.LOGPROBS
+    assert rule().plan(table, SHAPE).mode == SamplingMode.NOISY | SamplingMode.LOGPROBS | SamplingMode.FILTERED
+    assert rule(attn_tp=2).plan(table, SHAPE).mode == SamplingMode.NOISY | SamplingMode.LOGPROBS
     assert rule().plan(table, SHAPE).digest != rule().plan(table[:3] + table[1:2], SHAPE).digest
 
 
-def after_heads(mode: Mode, wide: bool, bits: int = 32) -> list[tuple[str, str, tuple[int, ...], int]]:
+def after_heads(mode: SamplingMode, wide: bool, bits: int = 32) -> list[tuple[str, str, tuple[int, ...], int]]:
     """What the shards of a head of 100 columns each tell each other in a step, phase by phase."""
     ops = Ops((), ("head",), 8, 100, ShardedHead(100, bits, wide))
     plan = rule("exact").plan([facts(2, 7, 1)._replace(mode=int(mode)), facts(1)], SHAPE)
@@ -225,14 +225,17 @@ def test_the_script_after_a_sharded_head() -> None:
     """Candidates alone; with noise, filters and log-probabilities what these need as well, in this order."""
     levels, nodes, last, told = (4, 2), (13, 6), (3, 1), (9, 4)
     best = [("draft", "compare", levels, 5), ("target", "compare", nodes, 2), ("extend", "compare", last, 5)]
-    assert after_heads(Mode(0), False) == after_heads(Mode.NOISY, False) == [best[0], *best]
+    assert after_heads(SamplingMode(0), False) == after_heads(SamplingMode.NOISY, False) == [best[0], *best]
     sampled = [each for one in best for each in ((one[0], "spread", one[2], 6), one)]
-    assert after_heads(Mode.NOISY, True) == [*sampled[:2], *sampled]
-    assert after_heads(Mode.LOGPROBS, False)[4:] == [("extend", "compare", told, 42)]
-    assert after_heads(Mode.LOGPROBS, True)[4:] == [("extend", "spread", told, 2), ("extend", "compare", told, 42)]
+    assert after_heads(SamplingMode.NOISY, True) == [*sampled[:2], *sampled]
+    assert after_heads(SamplingMode.LOGPROBS, False)[4:] == [("extend", "compare", told, 42)]
+    assert after_heads(SamplingMode.LOGPROBS, True)[4:] == [
+        ("extend", "spread", told, 2),
+        ("extend", "compare", told, 42),
+    ]
     for bits in (32, 64):
         digits = [("target", "add", nodes, 256)] * (bits // 8)
-        filtered = after_heads(Mode.NOISY | Mode.FILTERED, False, bits)
+        filtered = after_heads(SamplingMode.NOISY | SamplingMode.FILTERED, False, bits)
         search = [("target", "highest", nodes, 1), *digits, ("target", "add", nodes, 1), *digits]
         assert [call for call in filtered if call[0] == "target"] == [*search, best[1]]
 
@@ -242,7 +245,7 @@ def test_the_script_where_prompts_are_scored() -> None:
 
     def after_choice(wide: bool | None) -> list[tuple[str, str, tuple[int, ...], int]]:
         ops = Ops((), ("head",), 8, 100, None if wide is None else ShardedHead(100, 32, wide))
-        asking = facts(2, 7, 1)._replace(mode=int(Mode.PROMPT_LOGPROBS), scored=5)
+        asking = facts(2, 7, 1)._replace(mode=int(SamplingMode.PROMPT_LOGPROBS), scored=5)
         plan = rule("exact", buckets=(1, 8)).plan([asking, facts(1)], SHAPE)
         assert plan.scored == (5, 0) and not plan.captured
         calls = [(call.phase, call.op, call.rows, call.width) for call in script(plan, SHAPE, ops, None)]
@@ -276,9 +279,9 @@ def test_tiers_keep_the_width_and_never_outgrow_what_their_levels_propose() -> N
 def test_idle_rows_are_requests_and_chunks_on_the_idle_row() -> None:
     plan = rule("padded").plan([facts(2, 5), facts(3, 8)], SHAPE)
     chunk = PromptChunk(1, 0, 5, True, (4, 4, 4, 4, 4))
-    order = Order(decodes=(Decode(0, 9), Decode(2, 4)), chunks=(chunk,))
+    order = StepInput(decodes=(DecodeRequest(0, 9), DecodeRequest(2, 4)), chunks=(chunk,))
     made = padded(order, plan, 0, idle_row=7)
-    assert made.decodes == (Decode(0, 9), Decode(2, 4), Decode(7, 0))
+    assert made.decodes == (DecodeRequest(0, 9), DecodeRequest(2, 4), DecodeRequest(7, 0))
     assert made.chunks[-1] == chunk and [c.row for c in made.chunks] == [7, 7, 7, 1]
     assert sum(c.stop - c.start for c in made.chunks) == 8 and not any(c.final for c in made.chunks[:3])
     assert padded(order, rule("exact").plan([facts(2, 5), facts(3, 8)], SHAPE), 0, 7) is order
@@ -286,7 +289,9 @@ def test_idle_rows_are_requests_and_chunks_on_the_idle_row() -> None:
 
 def test_a_captured_step_has_idle_ends_and_room_for_any_chunks() -> None:
     plan = rule(buckets=(4, 8)).plan([facts(2, 5, 1)], SHAPE)
-    order = Order(decodes=(Decode(0, 9), Decode(2, 4)), chunks=(PromptChunk(1, 0, 5, True, (4, 4, 4, 4, 4)),))
+    order = StepInput(
+        decodes=(DecodeRequest(0, 9), DecodeRequest(2, 4)), chunks=(PromptChunk(1, 0, 5, True, (4, 4, 4, 4, 4)),)
+    )
     made = padded(order, plan, 0, idle_row=7)
     assert (len(made.decodes), made.idle_finals, made.chunk_places) == (4, 3, 8)
     assert [chunk.row for chunk in made.chunks] == [7, 7, 7, 1]
@@ -300,7 +305,7 @@ class FakeMesh(Mesh):
         self.change = change
 
     def all_gather_row(self, row: tuple[int, ...]) -> list[tuple[int, ...]]:
-        return [row, Facts(*row)._replace(**self.change)]
+        return [row, RankFacts(*row)._replace(**self.change)]
 
 
 @pytest.mark.parametrize("name", ["epoch", "step", "digest", "calls", "rule", "captured"])

@@ -2,33 +2,43 @@
 
 from collections.abc import Iterator
 
-from cluster.batch import Adjusting, Constraint, Decode, Mode, Order, PageCopy, PageWrite, PromptChunk, Sampling
+from cluster.batch import (
+    DecodeRequest,
+    PageCopy,
+    PageWrite,
+    PromptChunk,
+    RowGrammar,
+    RowPenalties,
+    RowSampling,
+    SamplingMode,
+    StepInput,
+)
 from cluster.dp_attention.step_input_codec import checksum, pack, unpack
 
-FULL = Order(
-    decodes=(Decode(0, 9, 7), Decode(2, 4)),
+FULL = StepInput(
+    decodes=(DecodeRequest(0, 9, 7), DecodeRequest(2, 4)),
     lens=((2, 3),),
     chunks=(PromptChunk(1, 0, 2, False, (4, 5, 6), 2), PromptChunk(3, 15, 18, True, (7, 8, 9))),
-    samplings=(Sampling(3, 0.7, 5, 0.9, 0.01, 1 << 61),),
+    samplings=(RowSampling(3, 0.7, 5, 0.9, 0.01, 1 << 61),),
     adjustings=(
-        Adjusting(3, 0.5, -0.25, 1.5, 2, 3, (4, 5, 6, 7), (1,), ((2, -100.0), (9, 0.5)), (2, 3), ((5, 6), (7,))),
-        Adjusting(1, 0.0, 0.0, 1.0, 0, 1, (4,), (), (), None, ()),
+        RowPenalties(3, 0.5, -0.25, 1.5, 2, 3, (4, 5, 6, 7), (1,), ((2, -100.0), (9, 0.5)), (2, 3), ((5, 6), (7,))),
+        RowPenalties(1, 0.0, 0.0, 1.0, 0, 1, (4,), (), (), None, ()),
     ),
-    constraints=(Constraint(3, '{"é": "12345"}', (4, 5)), Constraint(2, "", ())),
+    constraints=(RowGrammar(3, '{"é": "12345"}', (4, 5)), RowGrammar(2, "", ())),
     writes=(PageWrite(3, 0, 12), PageWrite(1, -1, 0)),
     copies=(PageCopy(12, 14, 7), PageCopy(12, 15, 3)),
-    mode=Mode.NOISY | Mode.LOGPROBS,
+    mode=SamplingMode.NOISY | SamplingMode.LOGPROBS,
 )
 PADDING = ("idle_finals", "chunk_places")
 """What padding to a plan adds: every rank of a group makes it of the same plan, so it does not travel."""
 
 
 def test_orders_travel_whole() -> None:
-    for order in (FULL, Order()):
+    for order in (FULL, StepInput()):
         assert unpack(pack(order)) == order
 
 
-def with_a_number_more(field: str) -> Iterator[Order]:
+def with_a_number_more(field: str) -> Iterator[StepInput]:
     """`FULL` with each number of its entries of `field` in turn one more."""
     entries = getattr(FULL, field)
     for at, entry in enumerate(entries):
@@ -40,7 +50,7 @@ def with_a_number_more(field: str) -> Iterator[Order]:
 
 
 def test_the_checksum_tells_every_part() -> None:
-    for field, default in Order()._asdict().items():
+    for field, default in StepInput()._asdict().items():
         if field not in PADDING:
             assert getattr(FULL, field) != default, field
             assert checksum(FULL._replace(**{field: default})) != checksum(FULL), field

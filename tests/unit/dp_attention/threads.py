@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cluster.distributed.mesh import Axis, Mesh, added
-from cluster.distributed.progress import Clock
+from cluster.distributed.progress import ProgressClock
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ class Board:
 class Meeting(Axis):
     """An axis over a board; each collective counts once, as those of the mesh do."""
 
-    def __init__(self, rank: int, size: int, board: Board, clock: Clock) -> None:
+    def __init__(self, rank: int, size: int, board: Board, clock: ProgressClock) -> None:
         super().__init__(rank, size, clock=clock)
         self.board = board
 
@@ -67,7 +67,7 @@ def on_ranks(world: int, groups: int, run: Callable[[Mesh], T]) -> list[T]:
     whole, of_groups = Board(world), [Board(attn) for _ in range(groups)]
 
     def rank_of(rank: int) -> Any:
-        clock = Clock()
+        clock = ProgressClock()
         axis = Meeting(rank, world, whole, clock)
         group = Meeting(rank % attn, attn, of_groups[rank // attn], clock)
         try:

@@ -3,7 +3,7 @@
 import pytest
 
 from cluster.engine import Engine, build_engine, calibrate
-from cluster.engine.calibrate import Load
+from cluster.engine.calibrate import TrialLoad
 from cluster.status import StepCosts
 from tests.parity.harness import GREEDY, config_of, request, run, tiny_pair
 
@@ -61,12 +61,12 @@ def test_measuring_fits_whatever_there_is_room_for(small: dict[str, object]) -> 
 
 def test_a_slow_model_is_measured_once_and_a_fast_one_at_its_best(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds are made up: every step takes as long as the first ones were said to, and one of them ten times that."""
-    loads: list[Load] = []
+    loads: list[TrialLoad] = []
 
     def measured(seconds: float) -> float:
         loads.clear()
 
-        def taken(trial: calibrate._Trial, load: Load) -> float:
+        def taken(trial: calibrate._Trial, load: TrialLoad) -> float:
             loads.append(load)
             return seconds * (10 if len(loads) == 3 else 1)
 

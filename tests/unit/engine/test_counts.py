@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster.batch import Order
+from cluster.batch import StepInput
 from cluster.engine import Engine, build_engine
-from cluster.engine.assembler import Inputs
+from cluster.engine.assembler import ProgramInputs
 from cluster.engine.lockstep import GangStep, Lockstep
 from cluster.observability.exposition import Sums
 from tests.parity.harness import GREEDY, config_of, grid_requests, request, run, speculative, tiny_pair, truth
@@ -62,12 +62,12 @@ def test_a_quiet_step_loses_no_change_of_the_page_table() -> None:
     assert len(sent) > 30 and any(write.entry < 0 for order in sent for write in order.writes)
 
 
-def watched(engine: Engine) -> list[Order]:
+def watched(engine: Engine) -> list[StepInput]:
     """Orders as they are run, after each of which the device's page table must equal the host's."""
     assembler, table = engine._p.lockstep.programs.assembler, engine._p.cache.table
     true, sent = assembler.send, []
 
-    def send(order: Order, forced: int) -> Inputs:
+    def send(order: StepInput, forced: int) -> ProgramInputs:
         sent.append(order)
         made = true(order, forced)
         assert np.array_equal(table.device_pages.numpy(), table.held)

@@ -16,7 +16,7 @@ from cluster.arch.draft.token_map import map_doubts
 from cluster.cli import main
 from cluster.engine import build_engine
 from cluster.engine.draft_watch import TREES, DraftWatch
-from cluster.request import Adjustments, Request, SamplingParams
+from cluster.request import LogitAdjustments, Request, RequestParams
 from tests.parity.harness import config_of, run
 from tests.tiny import draft_folder, target_folder
 from tests.unit.models import draft_folders as write
@@ -54,15 +54,15 @@ def test_the_engine_tells_of_a_draft_that_is_hardly_ever_accepted(
     draft = draft_folder(target, own_head=False)
     (tmp_path / "ids.json").write_text("[3, 7]")
     engine = build_engine(config_of(target, draft, speculative_token_map=str(tmp_path / "ids.json")))
-    banned = Adjustments(bias=((3, -100.0), (7, -100.0)))
-    params = SamplingParams(max_tokens=TREES, ignore_eos=True, adjustments=banned, seed=1)
+    banned = LogitAdjustments(bias=((3, -100.0), (7, -100.0)))
+    params = RequestParams(max_tokens=TREES, ignore_eos=True, adjustments=banned, seed=1)
     assert not engine.status().draft_rejected
     run(engine, [Request("a", (1, 2, 3), params)])
     assert not engine.status().draft_rejected, "the first token is the prompt's"
     run(engine, [Request("b", (1, 2, 3), params)])
     assert engine.status().draft_rejected and engine.status().accept_length == 1.0
     assert caplog.text.count("the draft was accepted in 0 of 200 trees") == 1
-    allowed = replace(params, adjustments=Adjustments(allowed_token_ids=(3, 7)))
+    allowed = replace(params, adjustments=LogitAdjustments(allowed_token_ids=(3, 7)))
     run(engine, [Request("c", (1, 2, 3), allowed)])
     assert not engine.status().draft_rejected
 

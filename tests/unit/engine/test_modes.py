@@ -4,27 +4,30 @@ from typing import Any
 
 import pytest
 
-from cluster.batch import Mode
+from cluster.batch import SamplingMode
 from cluster.engine.scheduler import mode_of
-from cluster.request import Adjustments, SamplingParams
+from cluster.request import LogitAdjustments, RequestParams
 
-NOISY, FILTERED = Mode.NOISY, Mode.NOISY | Mode.FILTERED
-ASKED: list[tuple[dict[str, Any], Mode]] = [
+NOISY, FILTERED = SamplingMode.NOISY, SamplingMode.NOISY | SamplingMode.FILTERED
+ASKED: list[tuple[dict[str, Any], SamplingMode]] = [
     ({}, NOISY),
     ({"top_k": 5}, FILTERED),
     ({"top_p": 0.9}, FILTERED),
     ({"min_p": 0.1}, FILTERED),
-    ({"temperature": 0.0, "top_k": 5, "top_p": 0.9, "min_p": 0.1}, Mode(0)),
-    ({"temperature": 0.0, "logprobs": 0}, Mode.LOGPROBS),
-    ({"adjustments": Adjustments(presence_penalty=0.5)}, NOISY | Mode.ADJUSTED),
-    ({"adjustments": Adjustments(bad_words_token_ids=((4, 5),))}, NOISY | Mode.ADJUSTED | Mode.WORDS),
-    ({"grammar": "{}"}, NOISY | Mode.CONSTRAINED),
-    ({"return_tree": True}, NOISY | Mode.TREES),
+    ({"temperature": 0.0, "top_k": 5, "top_p": 0.9, "min_p": 0.1}, SamplingMode(0)),
+    ({"temperature": 0.0, "logprobs": 0}, SamplingMode.LOGPROBS),
+    ({"adjustments": LogitAdjustments(presence_penalty=0.5)}, NOISY | SamplingMode.ADJUSTED),
+    (
+        {"adjustments": LogitAdjustments(bad_words_token_ids=((4, 5),))},
+        NOISY | SamplingMode.ADJUSTED | SamplingMode.WORDS,
+    ),
+    ({"grammar": "{}"}, NOISY | SamplingMode.CONSTRAINED),
+    ({"return_tree": True}, NOISY | SamplingMode.TREES),
 ]
 
 
 @pytest.mark.parametrize(("asked", "mode"), ASKED)
-def test_what_one_request_needs_all_have(asked: dict[str, Any], mode: Mode) -> None:
-    one, plain = SamplingParams(**{"temperature": 1.0, **asked}), SamplingParams(temperature=0.0)
+def test_what_one_request_needs_all_have(asked: dict[str, Any], mode: SamplingMode) -> None:
+    one, plain = RequestParams(**{"temperature": 1.0, **asked}), RequestParams(temperature=0.0)
     assert mode_of([one]) == mode_of([plain, one]) == mode_of([one, plain]) == mode
-    assert mode_of([]) == mode_of([plain]) == Mode(0)
+    assert mode_of([]) == mode_of([plain]) == SamplingMode(0)

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from cluster.config import EngineConfig
-from cluster.engine.calibrate import Limits, Load, fit
+from cluster.engine.calibrate import StepLimits, TrialLoad, fit
 from cluster.engine.scheduler import Schedule, Scheduler
 from cluster.kv.cache import KVCache
 from cluster.kv.page_table import PageTable
-from cluster.observability.step_times import READING, Pace
+from cluster.observability.step_times import READING, StepTimes
 from tests.unit.engine.test_scheduler import advance, names, of_tokens, sequence
 
-PACE = Pace(0.5, 4, ((1, 320.0), (9, 640.0)), 0.0, ((4, 320.0), (104, 1320.0)), 0.02, 0.01)
+PACE = StepTimes(0.5, 4, ((1, 320.0), (9, 640.0)), 0.0, ((4, 320.0), (104, 1320.0)), 0.02, 0.01)
 """A step of its own takes 280 us, a decoding request 40, a prompt row 10."""
 
 
@@ -39,11 +39,11 @@ class Machine:
         both = max(reading, computing) if self.overlap else reading + computing
         return both + (self.levels if decodes else 0.0)
 
-    def time(self, load: Load) -> float:
+    def time(self, load: TrialLoad) -> float:
         return self.step(load.decodes, load.committed, load.rows, load.start)
 
-    def pace(self, share: float, chunk: int, groups: int = 1) -> Pace:
-        return fit(self.time, Limits(64, chunk, 40000), share, self.tree, groups)
+    def pace(self, share: float, chunk: int, groups: int = 1) -> StepTimes:
+        return fit(self.time, StepLimits(64, chunk, 40000), share, self.tree, groups)
 
 
 CPU = Machine(tree=4, read=6000.0, row=350.0, slot=1.2, pair=0.25, levels=2000.0, overlap=False)
@@ -51,7 +51,7 @@ EIGHT_B = Machine(tree=4, read=5300.0, row=32.0, slot=0.044, pair=0.0018, levels
 """An 8B target in bfloat16 on an H100: 16 GB at 3 TB/s, 16 GFLOP a row at 500 TFLOP/s."""
 
 
-def scheduler_of(pace: Pace | None, chunk: int, mixed: int | None = None, tokens: int = 6000) -> Scheduler:
+def scheduler_of(pace: StepTimes | None, chunk: int, mixed: int | None = None, tokens: int = 6000) -> Scheduler:
     config = EngineConfig(model_path="", chunked_prefill_size=chunk, mixed_prefill_size=mixed)
     cache = KVCache(tokens // 8 + 64, PageTable(8, tokens + 512, 16, torch.device("cpu")), False)
     return Scheduler(config, cache, 6, pace)
@@ -105,11 +105,11 @@ def test_rows_are_the_most_that_the_allowance_pays(start: int, allowance: float)
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
 def test_the_share_is_the_part_of_the_step_that_prompt_rows_take(share: float) -> None:
-    pace = Pace(share, 4, PACE.decode, 0.0, PACE.target, 0.0, 0.0)
+    pace = StepTimes(share, 4, PACE.decode, 0.0, PACE.target, 0.0, 0.0)
     own, eight = [100] * 4, pace.decoding([100] * 8)
 
-    def allowance(pace: Pace, committed: list[int], busiest: float) -> float:
-        return pace.bargain(committed, busiest).allowance
+    def allowance(pace: StepTimes, committed: list[int], busiest: float) -> float:
+        return pace.prefill_budget(committed, busiest).allowance
 
     assert allowance(pace, own, 0) / (allowance(pace, own, 0) + pace.decoding(own)) == pytest.approx(share)
     whole = eight / (1 - share)
@@ -123,7 +123,7 @@ def test_the_share_is_the_part_of_the_step_that_prompt_rows_take(share: float) -
 
 
 def test_long_contexts_count_on_both_sides() -> None:
-    pace = Pace(0.5, 4, PACE.decode, 0.5, PACE.target, 0.02, 0.01)
+    pace = StepTimes(0.5, 4, PACE.decode, 0.5, PACE.target, 0.02, 0.01)
     assert pace.decoding([1000, 3000]) == pytest.approx(360.0 + 0.5 * 2 * 3000)
     assert pace.cost(4, 1000, 10) == pytest.approx(100.0 + 20.0 + 100.0)
     assert pace.cost(4, 1000, 0) == 0.0
@@ -185,7 +185,7 @@ def test_chunks_are_whole_while_nobody_decodes_and_paced_while_somebody_does() -
         sizes.append(plan.prompt_rows)
         advance(plan)
     assert sizes[0] == sizes[-1] == 300
-    assert sizes[1] == PACE.rows(0, 300, 300, PACE.bargain([], 360).allowance) < 60
+    assert sizes[1] == PACE.rows(0, 300, 300, PACE.prefill_budget([], 360).allowance) < 60
     assert sizes[1] >= sizes[3] > 0
 
 
@@ -205,12 +205,12 @@ def test_several_prompts_share_the_allowance() -> None:
     scheduler.waiting.extend([sequence("a", 10), sequence("b", 5), sequence("c", 4000), sequence("d", 100)])
     plan = scheduler.schedule(360)
     assert [chunk.sequence.request.request_id for chunk in plan.chunks] == ["a", "b", "c"]
-    assert plan.prompt_rows == PACE.rows(0, 0, 300, PACE.bargain([], 360).allowance)
+    assert plan.prompt_rows == PACE.rows(0, 0, 300, PACE.prefill_budget([], 360).allowance)
 
 
 def test_a_second_prompt_does_not_ride_on_what_the_first_left_over() -> None:
     """A long prompt in flight leaves less than a row of another one costs: that one waits on, and has no pages."""
-    pace = Pace(0.5, 4, PACE.decode, 0.0, PACE.target, 0.6, 0.0)
+    pace = StepTimes(0.5, 4, PACE.decode, 0.0, PACE.target, 0.6, 0.0)
     scheduler = scheduler_of(pace, 300, tokens=12000)
     scheduler.waiting.extend([sequence("a", 450), sequence("b", 450)])
     advance(scheduler.schedule())
@@ -232,11 +232,11 @@ def test_prompts_of_other_groups_make_rows_dearer() -> None:
     """Two ranks share their MLPs: a third of a row's work is done by both."""
     machine, share = CPU, 1 / 3
 
-    def time(load: Load) -> float:
+    def time(load: TrialLoad) -> float:
         more = machine.row * share * load.rows if load.crowd else 0.0
         return machine.time(load) + more
 
-    pace = fit(time, Limits(64, 512, 8000), 0.5, 4, 2)
+    pace = fit(time, StepLimits(64, 512, 8000), 0.5, 4, 2)
     assert pace.crowd == pytest.approx(share, rel=0.1)
     assert pace.cost(4, 0, 30, 1) == pytest.approx(pace.cost(4, 0, 30) * (1 + pace.crowd))
     assert machine.pace(0.5, 512).crowd == 0.0, "a group alone"
@@ -250,7 +250,7 @@ def test_a_noisy_start_gives_a_pace_that_serves() -> None:
     """Times that are off by up to three times: still no row for free, no chunk without end, no step without rows."""
     rng = Random(5)
     for _ in range(30):
-        pace = fit(lambda load: CPU.time(load) * rng.uniform(1, 3), Limits(64, 512, 8000), 0.5, 4, 2)
+        pace = fit(lambda load: CPU.time(load) * rng.uniform(1, 3), StepLimits(64, 512, 8000), 0.5, 4, 2)
         assert 0.0 <= pace.crowd <= 1.0
         counts = [pace.cost(16, start, rows) for start in (0, 4000) for rows in range(0, 512, 7)]
         assert counts[:74] == sorted(counts[:74]) and counts[74:] == sorted(counts[74:])
@@ -260,21 +260,21 @@ def test_a_noisy_start_gives_a_pace_that_serves() -> None:
 
 
 def test_measuring_is_bounded() -> None:
-    loads: list[Load] = []
+    loads: list[TrialLoad] = []
 
-    def time(load: Load) -> float:
+    def time(load: TrialLoad) -> float:
         loads.append(load)
         return EIGHT_B.time(load)
 
-    fit(time, Limits(4096, 4096, 100), 0.5, 4, 8)
+    fit(time, StepLimits(4096, 4096, 100), 0.5, 4, 8)
     assert len(loads) <= 12
     assert max(load.rows + load.start for load in loads) <= 4096
     loads.clear()
-    tiny = fit(time, Limits(1, 1, 1), 0.5, 4, 1)
+    tiny = fit(time, StepLimits(1, 1, 1), 0.5, 4, 1)
     assert {load.start + load.committed for load in loads} == {0}
     assert tiny.rows(4, 0, 1, 1e9) == 1
     loads.clear()
-    small = fit(time, Limits(8, 16, 100), 0.5, 4, 1)
+    small = fit(time, StepLimits(8, 16, 100), 0.5, 4, 1)
     assert (small.token, small.prefix, small.pair) == (0.0, 0.0, 0.0), "noise over a few tokens is no cost of a token"
     assert {load.start + load.committed for load in loads} == {0}
 
@@ -291,7 +291,7 @@ def test_who_is_let_in_beside_decoding_gets_rows(radix: bool) -> None:
     """Prompts of all lengths, some with a prefix in memory that has to be read: none is admitted for no row at all."""
     rng = Random(3)
     cache = KVCache(700, PageTable(8, 4000, 16, torch.device("cpu")), radix)
-    pace = Pace(0.5, 4, PACE.decode, 0.0, PACE.target, 0.2, 0.01)
+    pace = StepTimes(0.5, 4, PACE.decode, 0.0, PACE.target, 0.2, 0.01)
     scheduler, admitted = Scheduler(EngineConfig(model_path="", chunked_prefill_size=300), cache, 6, pace), 0
     for number in range(40):
         scheduler.waiting.append(of_tokens(f"{number}", [rng.randrange(2)] * rng.randint(1, 500), 4))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cluster.engine import build_engine
-from cluster.request import Adjustments, Request, SamplingParams
+from cluster.request import LogitAdjustments, Request, RequestParams
 from tests.parity.automata import walked
 from tests.parity.harness import config_of, run
 from tests.tiny import target_folder
@@ -18,7 +18,7 @@ VOCAB = 64
 
 
 def asked(**params: Any) -> Request:
-    return Request("one", (3, 4, 5), SamplingParams(**{"max_tokens": 4, "temperature": 0.0, **params}))
+    return Request("one", (3, 4, 5), RequestParams(**{"max_tokens": 4, "temperature": 0.0, **params}))
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def asked(**params: Any) -> Request:
 def test_tokens_outside_the_vocabulary(adjustments: dict[str, Any]) -> None:
     engine = build_engine(config_of(target_folder()))
     with pytest.raises(ValueError, match=rf"adjustments name token id -?\d+, outside the vocabulary of {VOCAB}"):
-        engine.submit(asked(adjustments=Adjustments(**adjustments)))
+        engine.submit(asked(adjustments=LogitAdjustments(**adjustments)))
     assert run(engine, [asked()]).tokens["one"]
 
 
@@ -42,7 +42,7 @@ def test_ends_outside_the_vocabulary_never_come(tmp_path: Path) -> None:
     """A config may name an end token that the head does not have; a client any stop token."""
     folder = copy_of(target_folder(), tmp_path / "target", eos_token_id=[1, VOCAB])
     engine = build_engine(config_of(folder))
-    adjustments = Adjustments(min_tokens=3)
+    adjustments = LogitAdjustments(min_tokens=3)
     assert run(engine, [asked(adjustments=adjustments, stop_token_ids=(VOCAB + 3,))]).tokens["one"]
 
 
@@ -52,21 +52,21 @@ def test_ends_outside_the_vocabulary_never_come(tmp_path: Path) -> None:
 )
 def test_numbers_beyond_what_tensors_hold(params: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        SamplingParams(**params)
+        RequestParams(**params)
     with pytest.raises(ValueError, match="min_tokens must"):
-        Adjustments(min_tokens=2**40)
+        LogitAdjustments(min_tokens=2**40)
 
 
 @pytest.mark.parametrize(
     "adjustments",
     [
-        Adjustments(allowed_token_ids=(5, 7), bad_words_token_ids=((6,),)),
-        Adjustments(allowed_token_ids=(5, 7), repetition_penalty=100.0),
-        Adjustments(allowed_token_ids=(5, 7), min_tokens=3, repetition_penalty=100.0, bad_words_token_ids=((6,),)),
+        LogitAdjustments(allowed_token_ids=(5, 7), bad_words_token_ids=((6,),)),
+        LogitAdjustments(allowed_token_ids=(5, 7), repetition_penalty=100.0),
+        LogitAdjustments(allowed_token_ids=(5, 7), min_tokens=3, repetition_penalty=100.0, bad_words_token_ids=((6,),)),
     ],
     ids=["banned twice", "repeated", "all"],
 )
-def test_a_grammar_prevails_over_bans_of_all_kinds(adjustments: Adjustments) -> None:
+def test_a_grammar_prevails_over_bans_of_all_kinds(adjustments: LogitAdjustments) -> None:
     engine = walked(build_engine(config_of(target_folder())))
     held = asked(adjustments=adjustments, grammar=json.dumps([{"6": 0}]), max_tokens=6)
     assert run(engine, [replace(held, prompt_token_ids=(3, 6, 4))]).tokens["one"] == [6] * 6

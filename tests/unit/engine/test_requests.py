@@ -7,7 +7,7 @@ import pytest
 from cluster.config import ConfigError, EngineConfig
 from cluster.engine import Engine, build_engine
 from cluster.engine.finish import Cut, FinishCheck
-from cluster.request import Adjustments, Request, SamplingParams
+from cluster.request import LogitAdjustments, Request, RequestParams
 from cluster.tokenizer.tokenizer import TextTokenizer
 from tests.parity.harness import GREEDY, config_of, grid_requests, request, run, scarce, tiny_pair
 from tests.tiny import draft_folder, letters_folder, target_folder
@@ -181,18 +181,18 @@ RUNS = [
 
 @pytest.mark.parametrize(("tokens", "room", "expected"), RUNS)
 def test_runs_are_cut_at_the_first_end(tokens: list[int], room: int, expected: Cut) -> None:
-    check = FinishCheck(SamplingParams(stop_token_ids=(8,)), (1,), 64, None, [3])
+    check = FinishCheck(RequestParams(stop_token_ids=(8,)), (1,), 64, None, [3])
     assert check.cut(tokens, room) == expected
 
 
 def test_eos_can_be_ignored_but_stop_tokens_cannot() -> None:
-    check = FinishCheck(SamplingParams(ignore_eos=True, stop_token_ids=(8,)), (1,), 64, None, [3])
+    check = FinishCheck(RequestParams(ignore_eos=True, stop_token_ids=(8,)), (1,), 64, None, [3])
     assert check.cut([1, 1, 8, 4], 9) == Cut(3, "stop", 8)
 
 
 def test_stop_strings_span_runs_but_not_the_prompt() -> None:
     tokenizer = TextTokenizer.load(letters_folder())
-    check = FinishCheck(SamplingParams(stop=("bc", "xyz")), (1,), 64, tokenizer, [0, 1])
+    check = FinishCheck(RequestParams(stop=("bc", "xyz")), (1,), 64, tokenizer, [0, 1])
     assert check.cut([2, 0, 23], 9) == Cut(3), "the prompt's last letter does not count"
     assert check.cut([24], 9) == Cut(1)
     assert check.cut([25, 0, 1], 9) == Cut(1, "stop", "xyz")
@@ -200,7 +200,7 @@ def test_stop_strings_span_runs_but_not_the_prompt() -> None:
 
 def test_stop_strings_count_after_the_least_length() -> None:
     tokenizer = TextTokenizer.load(letters_folder())
-    params = SamplingParams(stop=("b",), max_tokens=9, adjustments=Adjustments(min_tokens=3))
+    params = RequestParams(stop=("b",), max_tokens=9, adjustments=LogitAdjustments(min_tokens=3))
     check = FinishCheck(params, (), 64, tokenizer, [0])
     assert check.cut([2, 1], 9) == Cut(2)
     assert check.cut([1, 1, 1], 7) == Cut(2, "stop", "b"), "the third token is the last that may not end the text"
@@ -209,8 +209,8 @@ def test_stop_strings_count_after_the_least_length() -> None:
 @pytest.mark.parametrize("temperature", [1e-39, 1e-6])
 def test_a_temperature_that_numbers_cannot_be_divided_by_is_greedy(temperature: float) -> None:
     engine = build_engine(config_of(*tiny_pair(), 2, 3, dtype="float32"))
-    cold = SamplingParams(temperature=temperature, top_p=0.9, max_tokens=6, seed=1)
-    warm = SamplingParams(temperature=0.8, max_tokens=6, seed=1)
+    cold = RequestParams(temperature=temperature, top_p=0.9, max_tokens=6, seed=1)
+    warm = RequestParams(temperature=0.8, max_tokens=6, seed=1)
     tokens = run(engine, [request("cold", [5, 6], cold), request("warm", [5, 6], warm)]).tokens
     assert tokens["cold"] == run(engine, [request("greedy", [5, 6], GREEDY, max_tokens=6)]).tokens["greedy"]
     assert cold.greedy and not warm.greedy

@@ -9,10 +9,10 @@ from cluster.config import EngineConfig
 from cluster.config.tree_shape import TreeShape
 from cluster.engine.finish import FinishCheck
 from cluster.engine.scheduler import Schedule, Scheduler
-from cluster.engine.sequence import Sequence
+from cluster.engine.sequence import RequestState
 from cluster.kv.cache import KVCache
 from cluster.kv.page_table import PageTable
-from cluster.request import Request, SamplingParams
+from cluster.request import Request, RequestParams
 
 WINDOW = 6
 
@@ -22,14 +22,14 @@ def made(pages: int, page_size: int = 4, rows: int = 4, budget: int = 16, radix:
     return Scheduler(EngineConfig(model_path="", chunked_prefill_size=budget), cache, WINDOW)
 
 
-def sequence(name: str, prompt: int, max_tokens: int = 20) -> Sequence:
+def sequence(name: str, prompt: int, max_tokens: int = 20) -> RequestState:
     return of_tokens(name, list(range(prompt)), max_tokens)
 
 
-def of_tokens(name: str, ids: list[int], max_tokens: int = 20, salt: int = 0) -> Sequence:
-    params = SamplingParams(max_tokens=max_tokens, seed=0)
+def of_tokens(name: str, ids: list[int], max_tokens: int = 20, salt: int = 0) -> RequestState:
+    params = RequestParams(max_tokens=max_tokens, seed=0)
     finish = FinishCheck(params, (), 64, None, ids)
-    return Sequence(Request(name, tuple(ids), params, cache_salt=salt), finish, ids, len(ids), accepted=[0])
+    return RequestState(Request(name, tuple(ids), params, cache_salt=salt), finish, ids, len(ids), accepted=[0])
 
 
 def names(plan: Schedule) -> tuple[list[str], list[tuple[str, int, int]]]:
@@ -169,7 +169,7 @@ def test_who_waits_follows_a_prompt_that_comes_in_chunks() -> None:
     assert steps == [*alone, [("a", 48, 50), ("b", 48, 50), ("c", 48, 50)]]
 
 
-def shared(name: str, *own: int) -> Sequence:
+def shared(name: str, *own: int) -> RequestState:
     """A prompt whose first 33 tokens, 8 pages and the token after them, are those of all that are made here."""
     return of_tokens(name, [*range(33), *own])
 

@@ -11,9 +11,9 @@ import pytest
 
 from cluster.grammar import forks
 from cluster.grammar.asked import Grammar, GrammarError
-from cluster.grammar.compiler import Answer, Compiler, CompilerError, Process
+from cluster.grammar.compiler import Compiler, CompilerError, CompileResult, CompilerProcess
 from cluster.grammar.forks import COMPILED, LATE, REFUSED, SLOW, UNSURE, Child, replied
-from cluster.grammar.limits import MEMORY, TOO_LARGE, Spent, Stopwatch
+from cluster.grammar.limits import MEMORY, TOO_LARGE, Stopwatch, TimeSpent
 from cluster.grammar.vocabulary import Vocabulary
 from cluster.grammar.worker import SlowGrammarError, Worker
 
@@ -89,13 +89,13 @@ def test_a_machine_is_busy_where_less_processor_time_than_time_passed(
 def test_masks_that_take_too_long_are_refused_for_good_only_on_a_quiet_machine(
     busy: bool, mark: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Stopwatch, "read", lambda self: Spent(0.5 if busy else 1.0, 1.0))
+    monkeypatch.setattr(Stopwatch, "read", lambda self: TimeSpent(0.5 if busy else 1.0, 1.0))
     monkeypatch.setattr(forks, "limit", lambda seconds: None)
     assert replied(Odd("is slow"), REQUEST) == mark + b"it is too ambiguous"
 
 
-def answered(reply: bytes) -> Answer:
-    return Process(Vocabulary((b"a",), ()), 10.0)._answer(reply)
+def answered(reply: bytes) -> CompileResult:
+    return CompilerProcess(Vocabulary((b"a",), ()), 10.0)._answer(reply)
 
 
 def spent(mark: bytes, processor: float, passed: float) -> bytes:
@@ -103,8 +103,8 @@ def spent(mark: bytes, processor: float, passed: float) -> bytes:
 
 
 def test_what_answers_mean() -> None:
-    assert answered(COMPILED + b"rules") == Answer("rules")
-    assert answered(REFUSED + b"why") == Answer(refusal="why") and answered(UNSURE + b"why").lasting is False
+    assert answered(COMPILED + b"rules") == CompileResult("rules")
+    assert answered(REFUSED + b"why") == CompileResult(refusal="why") and answered(UNSURE + b"why").lasting is False
     slow = answered(spent(SLOW, 10.0, 10.2))
     assert "longer than 10 s of processor time" in slow.refusal and slow.lasting
     assert answered(spent(SLOW, 10.0, 40.0)).lasting is False
@@ -113,8 +113,12 @@ def test_what_answers_mean() -> None:
 
 
 def test_a_refusal_that_may_be_the_machines_fault_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = [Answer(refusal="slow", lasting=False), Answer(refusal="slow", lasting=False), Answer("rules")]
-    monkeypatch.setattr(Process, "compile", lambda self, grammar: answers.pop(0))
+    answers = [
+        CompileResult(refusal="slow", lasting=False),
+        CompileResult(refusal="slow", lasting=False),
+        CompileResult("rules"),
+    ]
+    monkeypatch.setattr(CompilerProcess, "compile", lambda self, grammar: answers.pop(0))
 
     async def often() -> None:
         compiler = Compiler(Vocabulary((b"a",), ()))
@@ -128,8 +132,8 @@ def test_a_refusal_that_may_be_the_machines_fault_is_not_remembered(monkeypatch:
 
 
 def test_a_lasting_refusal_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = [Answer(refusal="nothing can match")]
-    monkeypatch.setattr(Process, "compile", lambda self, grammar: answers.pop(0))
+    answers = [CompileResult(refusal="nothing can match")]
+    monkeypatch.setattr(CompilerProcess, "compile", lambda self, grammar: answers.pop(0))
 
     async def often() -> None:
         compiler = Compiler(Vocabulary((b"a",), ()))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cluster.capture.tape import Tape
-from cluster.kernels.c_numbers import KINDS, MOST, Numbers
+from cluster.kernels.c_numbers import KINDS, MOST, NumberKernels
 from tests.unit.kernels.library import c_library
 
 WHOLE = (torch.int64, torch.int32)
@@ -77,7 +77,7 @@ def checked(program: Program, dtype: torch.dtype) -> tuple[int, int]:
         return torch.randint(-7, 8, (3, 5), generator=generator).to(dtype)
 
     a, b = some(), some()
-    tape, plain = Tape(lambda: program(a, b), substitute=Numbers(c_library())), Tape(lambda: program(a, b))
+    tape, plain = Tape(lambda: program(a, b), substitute=NumberKernels(c_library())), Tape(lambda: program(a, b))
     for _ in range(20):
         a.copy_(some())
         b.copy_(torch.where(torch.rand(3, 5, generator=generator) < 0.3, a, some()))
@@ -110,7 +110,7 @@ def test_what_c_does_not_do_is_left_to_torch(name: str) -> None:
 def test_overflow_wraps_as_in_torch() -> None:
     for dtype in WHOLE:
         a = torch.tensor([torch.iinfo(dtype).max], dtype=dtype)
-        tape = Tape(lambda a=a: [a + a, a * a, a - (-a)], substitute=Numbers(c_library()))
+        tape = Tape(lambda a=a: [a + a, a * a, a - (-a)], substitute=NumberKernels(c_library()))
         tape.replay()
         assert all(map(torch.equal, tape.output, [a + a, a * a, a - (-a)]))
 
@@ -119,7 +119,7 @@ def test_a_product_of_all_kinds() -> None:
     """Truth values count as 0 and 1."""
     for kind in KINDS[:3]:
         a = torch.tensor([[1, 1, 0], [1, 0, 1]]).to(kind)
-        tape = Tape(lambda a=a: [a.cumprod(1), a.sum(1), a.to(torch.int64)], substitute=Numbers(c_library()))
+        tape = Tape(lambda a=a: [a.cumprod(1), a.sum(1), a.to(torch.int64)], substitute=NumberKernels(c_library()))
         a.copy_(torch.tensor([[1, 0, 1], [1, 1, 1]]))
         tape.replay()
         assert len(tape) == 1 and all(map(torch.equal, tape.output, [a.cumprod(1), a.sum(1), a.to(torch.int64)]))

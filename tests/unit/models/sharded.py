@@ -12,12 +12,12 @@ from torch import Tensor
 from cluster.arch import TargetArch
 from cluster.attention.bind import bind_attention
 from cluster.attention.gather import Gather
-from cluster.batch import HostBounds, Seen, Text
-from cluster.distributed.mesh import Part
+from cluster.batch import AttentionMetadata, HostBounds, PromptRows
+from cluster.distributed.mesh import Shard
 from cluster.kernels.interface import Kernels
 from cluster.models.exchange import NoExchange, TokenExchange
 from cluster.models.load import local_heads
-from cluster.models.vocab import Columns
+from cluster.models.vocab import ShardedLogits
 from tests.loading import context, load_target
 from tests.tables import table_of
 
@@ -64,7 +64,7 @@ class Summed:
         self.ops.append("head")
         return project(rows), 0
 
-    def logits(self, columns: Columns) -> Tensor:
+    def logits(self, columns: ShardedLogits) -> Tensor:
         """All columns, `[T, V]`."""
         return torch.cat(self._all(columns.values), -1)[:, : columns.vocab]
 
@@ -81,7 +81,7 @@ def run_text(
     def rank_of(rank: int) -> tuple[Tensor, list[Tensor]]:
         exchange = Summed(rank, table, barrier) if size > 1 else NoExchange()
         try:
-            return _run(folder, tokens, chunks, Part(rank, size), exchange, kernels)
+            return _run(folder, tokens, chunks, Shard(rank, size), exchange, kernels)
         except BaseException:
             barrier.abort()
             raise
@@ -92,7 +92,7 @@ def run_text(
 
 @torch.inference_mode()
 def _run(
-    folder: str, tokens: list[int], chunks: list[int], part: Part, exchange: TokenExchange, kernels: Kernels | None
+    folder: str, tokens: list[int], chunks: list[int], part: Shard, exchange: TokenExchange, kernels: Kernels | None
 ) -> tuple[Tensor, list[Tensor]]:
     count, slots = len(tokens), 2 * len(tokens) + 7
     given = context(exchange=exchange, part=part, max_position=count + 1)
@@ -108,8 +108,8 @@ def _run(
     logits, streams, at = [], [], 0
     for rows in chunks:
         attention.prepare(HostBounds(0, ((at, at + rows),)))
-        text = Text(torch.tensor([0]), torch.tensor([at]), torch.tensor([0, rows]))
-        attention.bind(Seen(pages[0, at : at + rows], None, text))
+        text = PromptRows(torch.tensor([0]), torch.tensor([at]), torch.tensor([0, rows]))
+        attention.bind(AttentionMetadata(pages[0, at : at + rows], None, text))
         ids, positions = torch.tensor(tokens[at : at + rows]), torch.arange(at, at + rows)
         hidden, aux = target.forward(ids, positions, attention, boundaries)
         columns = target.logits(hidden)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cluster.arch import read_target
 from cluster.config import ConfigError
-from cluster.distributed.mesh import Part
+from cluster.distributed.mesh import Shard
 from cluster.models.load import local_heads
 from tests.loading import check_draft, context, load_draft, load_target
 from tests.tiny import target_folder
@@ -33,7 +33,7 @@ def both(name: str, size: int) -> list[tuple[Tensor, Tensor]]:
     hidden = torch.randn(len(TEXT), 32, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 
     def rank(number: int) -> tuple[Tensor, Tensor]:
-        part, exchange = Part(number, size), Summed(number, table, barrier)
+        part, exchange = Shard(number, size), Summed(number, table, barrier)
         given = context(exchange=exchange, part=part)
         draft = load_draft(folder, load_target(target, given), given)
         own = tuple(replace(one, geometry=local_heads(one.geometry, part)) for one in draft.spec.layers)

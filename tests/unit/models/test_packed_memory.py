@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cluster.cli import main
 from cluster.config import EngineConfig
-from cluster.distributed.mesh import Part
+from cluster.distributed.mesh import Shard
 from cluster.engine import build_engine
 from cluster.kernels.interface import Stack, Weight
 from cluster.models.target import DecoderTarget
@@ -46,7 +46,7 @@ def test_memory_is_what_inspect_says(kind: str, tp: int, experts: bool) -> None:
     c_kernels()
     folder = quantised(kind, experts)[0]
     report = inspect(folder, None, tp, dtype="float32", device="cpu")
-    target = load_target(folder, context(torch.float32, part=Part(0, tp)))
+    target = load_target(folder, context(torch.float32, part=Shard(0, tp)))
     assert report.problems == []
     padding = 2 * 64 * (16 - 3) * 4 if experts else 0  # of two routers of 3 columns, in panels of 16
     assert report.memory["target_bytes_per_rank"] == of_target(target) - padding
@@ -62,8 +62,8 @@ def test_memory_of_a_rank_with_as_many_experts_as_any(kind: str) -> None:
     c_kernels()
     folder = quantised(kind, True)[0] if kind == "int4" else made("mixtral", "three of five, window of 8").folder
     report = inspect(folder, None, 2, ep=2, dtype="float32", device="cpu")
-    given = context(torch.float32, part=Part(0, 2))
-    target = load_target(folder, replace(given, sharding=given.sharding._replace(experts=Part(1, 2))))
+    given = context(torch.float32, part=Shard(0, 2))
+    target = load_target(folder, replace(given, sharding=given.sharding._replace(experts=Shard(1, 2))))
     experts, layers = (3, 2) if kind == "int4" else (5, 4)
     panels = layers * target.arch.hidden * (16 - experts) * 4  # of routers, in panels of 16
     maps = layers * experts * 8  # which part has which expert

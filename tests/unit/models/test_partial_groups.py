@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from cluster.arch.keys import Keys
+from cluster.arch.keys import ConfigKeys
 from cluster.arch.quantisation import quantisation_of, with_whole
 from cluster.config import ConfigError
 from cluster.kernels.torch_kernels import TorchKernels
@@ -167,7 +167,7 @@ def test_rules_of_single_modules() -> None:
         "d": {"targets": ["re:.*router"], "weights": {"strategy": "block", "block_structure": [64, 128]}},
     }
     given = {"quant_method": "compressed-tensors", "config_groups": groups}
-    found = quantisation_of(Keys({"quantization_config": given}, "here"))
+    found = quantisation_of(ConfigKeys({"quantization_config": given}, "here"))
     schemes = {
         name: found.of(f"model.layers.{name}") for name in ("0.mlp.up_proj", "0.mlp.down_proj", "1.mlp.down_proj")
     }
@@ -178,7 +178,9 @@ def test_rules_of_single_modules() -> None:
     assert whole["layers.0.mlp.down_proj.weight"] == (16, 32) and whole["layers.1.mlp.down_proj.weight"] == (16, 64)
     rules = {"-:.*gate": {}, r".*\.up_proj": {"bits": 8}, ".*": {"group_size": -1}}
     found = quantisation_of(
-        Keys({"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 64, "dynamic": rules}}, "here")
+        ConfigKeys(
+            {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 64, "dynamic": rules}}, "here"
+        )
     )
     assert found.of("model.gate").block is None
     assert (found.of("a.up_proj").bits, found.of("a.up_proj").block) == (8, (1, 64))

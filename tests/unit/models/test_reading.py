@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cluster.arch.safetensors.header import read_header
-from cluster.distributed.mesh import Part
+from cluster.distributed.mesh import Shard
 from cluster.models.slices import SliceReader
 from tests.families import FAMILIES, made
 from tests.loading import context, load_target
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[3]
 CPU = torch.device("cpu")
 
 
-def painted(folder: str, part: Part, patch: pytest.MonkeyPatch) -> dict[tuple[Path, int], Tensor]:
+def painted(folder: str, part: Shard, patch: pytest.MonkeyPatch) -> dict[tuple[Path, int], Tensor]:
     """How often each number of each tensor (by file and first byte) was read for one rank."""
     seen: dict[tuple[Path, int], Tensor] = {}
     read = SliceReader.read
@@ -42,9 +42,9 @@ def test_a_rank_reads_each_number_at_most_once_and_all_ranks_read_all(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = made(family, next(iter(FAMILIES[family].cases))).folder
-    whole = painted(folder, Part(), monkeypatch)
+    whole = painted(folder, Shard(), monkeypatch)
     assert all(bool((counts == 1).all()) for counts in whole.values())
-    ranks = [painted(folder, Part(rank, 2), monkeypatch) for rank in range(2)]
+    ranks = [painted(folder, Shard(rank, 2), monkeypatch) for rank in range(2)]
     assert ranks[0].keys() == ranks[1].keys() == whole.keys()
     halves = 0
     for key in whole:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from cluster.config import ConfigError
-from cluster.distributed.mesh import Part
+from cluster.distributed.mesh import Shard
 from cluster.models import slices
 from cluster.models.checkpoint import Checkpoint
 from cluster.models.slices import PinnedBuffers, SliceReader
@@ -73,7 +73,7 @@ def test_a_slice_is_numpys(
     assert made == ([part] * slices.THREADS if pinned else [])
 
 
-def read_bytes(folder: str, part: Part) -> tuple[int, int]:
+def read_bytes(folder: str, part: Shard) -> tuple[int, int]:
     """Bytes asked of files for the target on one rank, and bytes that its tensors have on disk, scaled to its part."""
     counted = list[SliceReader]()
     original = SliceReader.close
@@ -95,11 +95,11 @@ def test_a_rank_reads_its_own_slices_and_nothing_else(monkeypatch: pytest.Monkey
     """Of a target whose tensors but norms are all cut in two."""
     monkeypatch.setattr(slices, "SHORT", 1)  # the slices here are shorter than any of a real model
     folder = target_folder(vocab_size=64, hidden=32, layers=2, heads=4, kv_heads=2)
-    whole, stored = read_bytes(folder, Part())
+    whole, stored = read_bytes(folder, Shard())
     assert whole == stored
     norms = 4 * 32 * (2 * 2 + 1)
     for rank in range(2):
-        half, _ = read_bytes(folder, Part(rank, 2))
+        half, _ = read_bytes(folder, Shard(rank, 2))
         assert half == (stored - norms) // 2 + norms
 
 

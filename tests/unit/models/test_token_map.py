@@ -14,11 +14,11 @@ from torch import Tensor
 from cluster.arch import read_draft, read_target
 from cluster.cli import main
 from cluster.config import ConfigError, EngineConfig
-from cluster.distributed.mesh import Part
+from cluster.distributed.mesh import Shard
 from cluster.engine import build_engine
 from cluster.models.checkpoint import Checkpoint
 from cluster.models.draft import DraftModel
-from cluster.request import Adjustments
+from cluster.request import LogitAdjustments
 from tests.loading import context, load_draft, load_target
 from tests.parity.harness import VOCAB, config_of, grid_requests, plain_run, run, tiny_pair
 from tests.tiny import draft_folder, target_folder
@@ -79,7 +79,7 @@ def test_two_ranks_share_the_rows(tmp_path: Path) -> None:
     folder, file, table, barrier = write.eagle1(), as_json(tmp_path), [None] * 2, Barrier(2)
 
     def rank(number: int) -> Tensor:
-        part = Part(number, 2)
+        part = Shard(number, 2)
         exchange = Summed(number, table, barrier)
         given = context(exchange=exchange, part=part)
         draft = load_draft(folder, load_target(target_folder(), given), given, token_map=file)
@@ -117,7 +117,7 @@ def test_text_is_that_of_plain_decoding(sampling: str, topk: int, tmp_path: Path
 @pytest.mark.parametrize("ids", [list(range(VOCAB // 2)), list(range(1, VOCAB, 2))], ids=["the first", "every other"])
 def test_adjusted_requests_draft_from_the_map_too(ids: list[int], tmp_path: Path) -> None:
     """Penalties, biases and bad words of those ids, be they the first of the target's or others."""
-    given = Adjustments(0.4, 0.3, 1.2, ((3, 1.0), (20, 2.0)), bad_words_token_ids=((5,), (7, 3)), min_tokens=6)
+    given = LogitAdjustments(0.4, 0.3, 1.2, ((3, 1.0), (20, 2.0)), bad_words_token_ids=((5,), (7, 3)), min_tokens=6)
     asked = [replace(one, params=replace(one.params, adjustments=given)) for one in grid_requests("0.8", 4)]
     plain: dict[str, object] = {}
     for one in asked:

@@ -14,7 +14,7 @@ import pytest
 from cluster.config import ConfigError
 from cluster.observability import logs
 from cluster.observability.logs import (
-    Follower,
+    LogFollower,
     LogSettings,
     SharedFile,
     configure,
@@ -192,7 +192,7 @@ def test_a_log_that_cannot_be_begun_anew_keeps_its_file_until_it_can(
 def test_a_follower_gives_whole_lines_and_goes_on_with_the_next_file(tmp_path: Path) -> None:
     path = tmp_path / "server.log"
     path.write_text("before\n")
-    follower = Follower(str(path))
+    follower = LogFollower(str(path))
     assert follower.lines() == []
     with path.open("a") as file:
         file.write("one\ntw")
@@ -213,7 +213,7 @@ def test_a_follower_outlives_a_log_that_cannot_be_opened_just_now(
     """As when it is put away between two calls of the system."""
     path = tmp_path / "server.log"
     path.write_text("before\n")
-    follower = Follower(str(path))
+    follower = LogFollower(str(path))
     with path.open("a") as file:
         file.write("one\n")
     with monkeypatch.context() as patched:

@@ -5,26 +5,26 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from cluster.batch import Sampling, SamplingBatch
+from cluster.batch import RowSampling, SamplingBatch
 from cluster.device.staging import Staging
-from cluster.models.vocab import Columns
-from cluster.request import SamplingParams
+from cluster.models.vocab import ShardedLogits
+from cluster.request import RequestParams
 from cluster.sampling.filters import least_kept
 from cluster.sampling.noise import Noise
 from cluster.sampling.parameters import SamplingTable
 from cluster.sampling.sampler import choose, likeliest
-from cluster.sampling.sampling_inputs import Draw
-from cluster.sampling.torch_sampler import TORCH, Chooser
+from cluster.sampling.sampling_inputs import SamplingInputs
+from cluster.sampling.torch_sampler import TORCH, Sampler
 
 
 def sampling_of(
     requests: int, seeds: torch.Tensor | None = None, dtype: torch.dtype = torch.float64, **options: float
 ) -> SamplingBatch:
     """The same parameters for every request, as the engine's own table gives them."""
-    params = SamplingParams(**options)  # type: ignore[arg-type]
+    params = RequestParams(**options)  # type: ignore[arg-type]
     table = SamplingTable(1, dtype, torch.device("cpu"))
     staging = Staging(torch.device("cpu"))
-    table.stage([Sampling(0, params.temperature, params.top_k, params.top_p, params.min_p, 0)], staging)
+    table.stage([RowSampling(0, params.temperature, params.top_k, params.top_p, params.min_p, 0)], staging)
     table.put(staging.sent().lists())
     noisy = params.temperature > 0
     filtered = noisy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
@@ -32,9 +32,9 @@ def sampling_of(
     return replace(batch, seeds=torch.arange(requests) if seeds is None else seeds)
 
 
-def whole(logits: Tensor) -> Columns:
+def whole(logits: Tensor) -> ShardedLogits:
     """Logits `[.., V]` as a head gives them on one rank."""
-    return Columns(logits.reshape(-1, logits.shape[-1]), logits.shape[-1])
+    return ShardedLogits(logits.reshape(-1, logits.shape[-1]), logits.shape[-1])
 
 
 def chosen(
@@ -42,18 +42,18 @@ def chosen(
     sampling: SamplingBatch,
     noise: Noise | None,
     which: Tensor | None = None,
-    chooser: Chooser = TORCH,
+    sampler: Sampler = TORCH,
 ) -> tuple[Tensor, Tensor]:
     """The tokens after n rows of each request and their scores, `[R, n]` each, from logits `[R, n, V]`."""
-    tokens, scores = choose(whole(logits), [Draw(logits.shape[1], sampling, noise, which)], chooser)
+    tokens, scores = choose(whole(logits), [SamplingInputs(logits.shape[1], sampling, noise, which)], sampler)
     return tokens.view(logits.shape[:2]), scores.view(logits.shape[:2])
 
 
 def best_of(
-    logits: Tensor, sampling: SamplingBatch, noise: Noise | None, count: int, chooser: Chooser = TORCH
+    logits: Tensor, sampling: SamplingBatch, noise: Noise | None, count: int, sampler: Sampler = TORCH
 ) -> tuple[Tensor, Tensor]:
     """The `count` likeliest of each row of logits `[R, n, V]`, `[R, n, count]` each."""
-    likely, columns = likeliest(whole(logits), Draw(logits.shape[1], sampling, noise), count, chooser)
+    likely, columns = likeliest(whole(logits), SamplingInputs(logits.shape[1], sampling, noise), count, sampler)
     return likely.view(*logits.shape[:2], count), columns.view(*logits.shape[:2], count)
 
 

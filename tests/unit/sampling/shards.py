@@ -10,16 +10,16 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from cluster.batch import Mode, SamplingBatch
+from cluster.batch import SamplingBatch, SamplingMode
 from cluster.distributed.mesh import Axis, Mesh
-from cluster.distributed.progress import Clock
+from cluster.distributed.progress import ProgressClock
 from cluster.dp_attention.exchange import Exchange
-from cluster.dp_attention.plan import Call
+from cluster.dp_attention.plan import ScriptCall
 from cluster.kernels.torch_kernels import Dense
-from cluster.models.vocab import Columns, Head
+from cluster.models.vocab import Head, ShardedLogits
 from cluster.sampling.filters import least_kept
 from cluster.sampling.noise import Noise, at_least_float32, noise_keys, vocabulary_hashes
-from cluster.sampling.sampling_inputs import Draw
+from cluster.sampling.sampling_inputs import SamplingInputs
 from cluster.sampling.sharded import ShardedHead
 from tests.unit.sampling.samplings import sampling_of
 
@@ -39,7 +39,7 @@ KINDS = (
 class Link(Axis):
     """An axis of threads. `sent` are the bytes that this rank gave to all others together, as each of them got them."""
 
-    def __init__(self, rank: int, table: list[Any], barrier: Barrier, clock: Clock) -> None:
+    def __init__(self, rank: int, table: list[Any], barrier: Barrier, clock: ProgressClock) -> None:
         super().__init__(rank, len(table), clock=clock)
         self._table, self._barrier, self.sent = table, barrier, 0
 
@@ -88,7 +88,7 @@ class Seat(NamedTuple):
     group: int
     exchange: Exchange
     axis: Link
-    columns: Columns
+    columns: ShardedLogits
 
 
 def seated(
@@ -107,10 +107,13 @@ def seated(
     groups = [([None] * grid.tp, Barrier(grid.tp)) for _ in range(grid.dp)]
 
     def sit(rank: int) -> T:
-        group, clock = rank // grid.tp, Clock()
+        group, clock = rank // grid.tp, ProgressClock()
         whole, own = Link(rank, *world, clock), Link(rank % grid.tp, *groups[group], clock)
         exchange = Exchange(Mesh(rank, whole, own), logits[0].dtype, grid.wide)
-        script = [Call("target", "head", rows, vocab, columns), *(Call("target", op, after, n) for op, n in calls)]
+        script = [
+            ScriptCall("target", "head", rows, vocab, columns),
+            *(ScriptCall("target", op, after, n) for op, n in calls),
+        ]
         exchange.begin(0, script if exchange.shards is not None else script[:1])
         part = whole.part if exchange.wide else own.part
         try:
@@ -136,10 +139,10 @@ class Group:
     """The requests of one attention group: R with a tree of n nodes each, and F whose prompt ends."""
 
     logits: Tensor
-    draws: tuple[Draw, ...]
+    draws: tuple[SamplingInputs, ...]
 
     @staticmethod
-    def random(vocab: int, nodes: int, dtype: torch.dtype, mode: Mode, dice: random.Random) -> "Group":
+    def random(vocab: int, nodes: int, dtype: torch.dtype, mode: SamplingMode, dice: random.Random) -> "Group":
         requests, finals, positions = dice.randrange(4), dice.randrange(3), 3
         rows = requests * nodes + finals
         logits = torch.randn(rows, vocab, dtype=torch.float64) * dice.choice((0.2, 2.0, 20.0))
@@ -150,17 +153,17 @@ class Group:
                 logits[row, dice.randrange(vocab)] = dice.choice((float("nan"), float("inf"), float("-inf")))
         both = sampling(requests + finals, dtype, mode, dice)
         keys = noise_keys(both.seeds, torch.arange(positions).expand(requests + finals, -1))
-        noise = Noise.of(keys, vocabulary_hashes(vocab, CPU), dtype) if Mode.NOISY in mode else None
+        noise = Noise.of(keys, vocabulary_hashes(vocab, CPU), dtype) if SamplingMode.NOISY in mode else None
         tree = None if noise is None else noise.narrow(slice(0, requests))
         ends = None if noise is None else noise.narrow(slice(requests, None)).at(0)
         which = torch.randint(positions, (requests, nodes))
         draws = (
-            Draw(nodes, both.narrow(0, requests), tree, which),
-            Draw(1, both.narrow(requests, requests + finals), ends),
+            SamplingInputs(nodes, both.narrow(0, requests), tree, which),
+            SamplingInputs(1, both.narrow(requests, requests + finals), ends),
         )
         return Group(logits.to(dtype), draws)
 
-    def of_shard(self, columns: Columns) -> list[Draw]:
+    def of_shard(self, columns: ShardedLogits) -> list[SamplingInputs]:
         """The same draws with a shard's noise."""
         ids = vocabulary_hashes(columns.values.shape[1], CPU, columns.start)
         return [
@@ -183,15 +186,15 @@ class Group:
         return torch.cat(parts)
 
 
-def sampling(requests: int, dtype: torch.dtype, mode: Mode, dice: random.Random) -> SamplingBatch:
+def sampling(requests: int, dtype: torch.dtype, mode: SamplingMode, dice: random.Random) -> SamplingBatch:
     """Requests of any kind."""
-    kinds = KINDS if Mode.FILTERED in mode else KINDS[:2]
+    kinds = KINDS if SamplingMode.FILTERED in mode else KINDS[:2]
     each = [sampling_of(1, dtype=dtype, **dice.choice(kinds)) for _ in range(requests)]
     blank = sampling_of(0, dtype=dtype)
     names = ("inverse_temperature", "noise_scale", "top_k", "top_p", "min_p")
     columns = [torch.cat([getattr(one, name) for one in (*each, blank)]) for name in names]
     seeds = torch.tensor([dice.getrandbits(60) for _ in range(requests)], dtype=torch.int64)
-    return SamplingBatch(*columns, seeds, Mode.NOISY in mode, Mode.FILTERED in mode)
+    return SamplingBatch(*columns, seeds, SamplingMode.NOISY in mode, SamplingMode.FILTERED in mode)
 
 
 def head_of(grid: Grid, vocab: int, dtype: torch.dtype) -> ShardedHead:

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from cluster.batch import SamplingBatch
 from cluster.kernels.torch_kernels import TorchKernels
-from cluster.sampling.backends import chooser_of
-from cluster.sampling.c_sampler import MOST, CChooser
+from cluster.sampling.backends import sampler_of
+from cluster.sampling.c_sampler import MOST, CSampler
 from cluster.sampling.noise import Noise, at_least_float32, gumbel_of, noise_bits, noise_keys, vocabulary_hashes
-from cluster.sampling.sampling_inputs import Draw
+from cluster.sampling.sampling_inputs import SamplingInputs
 from cluster.sampling.token_bitmask import barred
 from cluster.sampling.torch_sampler import TORCH
 from cluster.spec.tree import FLOOR
@@ -26,8 +26,8 @@ NEAR = {torch.float64: 1e-13, torch.float32: 4e-6}
 NAN, INF = float("nan"), float("inf")
 
 
-def c_chooser() -> CChooser:
-    return CChooser(c_library())
+def c_chooser() -> CSampler:
+    return CSampler(c_library())
 
 
 def logits_of(rows: int, vocab: int, dtype: torch.dtype, spread: float = 3.0, seed: int = 0) -> Tensor:
@@ -35,23 +35,23 @@ def logits_of(rows: int, vocab: int, dtype: torch.dtype, spread: float = 3.0, se
     return (torch.randn(rows, vocab, dtype=torch.float64, generator=generator) * spread).to(dtype)
 
 
-def draw_of(sampling: SamplingBatch, each: int, vocab: int, dtype: torch.dtype, start: int = 0) -> Draw:
+def draw_of(sampling: SamplingBatch, each: int, vocab: int, dtype: torch.dtype, start: int = 0) -> SamplingInputs:
     """Rows of each request at positions of its own, in no order."""
     keys = noise_keys(sampling.seeds, torch.arange(5).expand(sampling.seeds.shape[0], -1))
     which = torch.randint(5, (keys.shape[0], each), generator=torch.Generator().manual_seed(each))
-    return Draw(each, sampling, Noise(keys, vocabulary_hashes(vocab, CPU, start), dtype), which)
+    return SamplingInputs(each, sampling, Noise(keys, vocabulary_hashes(vocab, CPU, start), dtype), which)
 
 
-def all_scores(logits: Tensor, draw: Draw | None) -> Tensor:
+def all_scores(logits: Tensor, draw: SamplingInputs | None) -> Tensor:
     """Every score as C makes it, `[T, v]`: a few columns at a time, so that none is passed over."""
     vocab, parts = logits.shape[1], []
     for start in range(0, vocab, MOST):
         some = logits[:, start : start + MOST]
         width = some.shape[1]
-        here = [Draw(1, sampling_of(0), None)]
+        here = [SamplingInputs(1, sampling_of(0), None)]
         if draw is not None and draw.noise is not None:
             noise = Noise(draw.noise.keys, draw.noise.hashes[start : start + width], draw.noise.dtype)
-            here = [Draw(draw.each, draw.sampling, noise, draw.which)]
+            here = [SamplingInputs(draw.each, draw.sampling, noise, draw.which)]
         values, columns, _ = c_chooser().found(some, here, None, width)
         parts.append(torch.empty_like(values).scatter_(1, columns, values))
     return torch.cat(parts, 1)
@@ -77,11 +77,11 @@ def test_scores_are_those_of_the_twin(vocab: int, dtype: torch.dtype, spread: fl
     assert ((ours - found).abs() <= NEAR[ours.dtype] * found.abs().clamp(min=1)).all()
 
 
-def cut(draw: Draw, column: int) -> Draw:
+def cut(draw: SamplingInputs, column: int) -> SamplingInputs:
     """The draw of one column."""
     assert draw.noise is not None
     noise = Noise(draw.noise.keys, draw.noise.hashes[column : column + 1], draw.noise.dtype)
-    return Draw(draw.each, draw.sampling, noise, draw.which)
+    return SamplingInputs(draw.each, draw.sampling, noise, draw.which)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -93,7 +93,7 @@ def test_what_is_passed_over_is_not_among_the_best(vocab: int, dtype: torch.dtyp
         pytest.skip("once is enough")
     sampling, logits = unfiltered(2, dtype), logits_of(6, vocab, dtype, spread)
     for draw in (None, draw_of(sampling, 3, vocab, dtype)):
-        given = [Draw(6, sampling_of(1), None)] if draw is None else [draw]
+        given = [SamplingInputs(6, sampling_of(1), None)] if draw is None else [draw]
         every = all_scores(logits, draw)
         values, order = every.sort(dim=1, descending=True, stable=True)
         columns, score = c_chooser().best(logits, given, None)
@@ -113,19 +113,19 @@ def test_masks_give_to_the_bit_what_barred_logits_give(vocab: int, dtype: torch.
     """Also in a row whose mask is empty, and in one whose mask allows all."""
     logits, masks = made(6, vocab, dtype)
     bars = barred(logits, masks, None)
-    for each in ([Draw(6, sampling_of(1), None)], [draw_of(unfiltered(2, dtype), 3, vocab, dtype)]):
-        for chooser in (c_chooser(), TORCH):
-            found, wanted = [chooser.best(logits, each, None, masks)], [chooser.best(bars, each, None)]
+    for each in ([SamplingInputs(6, sampling_of(1), None)], [draw_of(unfiltered(2, dtype), 3, vocab, dtype)]):
+        for sampler in (c_chooser(), TORCH):
+            found, wanted = [sampler.best(logits, each, None, masks)], [sampler.best(bars, each, None)]
             for count in {1, min(5, vocab), min(MOST, vocab)}:
-                found.append(chooser.likeliest(logits, each, None, count, masks))
-                wanted.append(chooser.likeliest(bars, each, None, count))
+                found.append(sampler.likeliest(logits, each, None, count, masks))
+                wanted.append(sampler.likeliest(bars, each, None, count))
             for one, two in zip(found, wanted, strict=True):
                 assert same(one[0], two[0]) and same(one[1], two[1])
 
 
 def test_masks_that_c_cannot_apply_are_refused() -> None:
     logits, masks = made(24, 500, torch.float32)
-    plain, filtered = Draw(24, sampling_of(1), None), draw_of(mixed(torch.float32), 4, 500, torch.float32)
+    plain, filtered = SamplingInputs(24, sampling_of(1), None), draw_of(mixed(torch.float32), 4, 500, torch.float32)
     for wrong in (masks[:3], masks[:, :3]):
         with pytest.raises(ValueError, match="do not fit"):
             c_chooser().best(logits, [plain], None, wrong)
@@ -168,7 +168,7 @@ def test_a_row_has_the_same_bits_alone_among_others_and_on_any_number_of_threads
         here = slice(request, request + 1)
         for row in range(3):
             noise = draw.noise.narrow(here)
-            alone = [Draw(1, sampling.narrow(request, request + 1), noise, draw.which[here, row : row + 1])]
+            alone = [SamplingInputs(1, sampling.narrow(request, request + 1), noise, draw.which[here, row : row + 1])]
             number = 3 * request + row
             some = logits[number : number + 1]
             got = [*c_chooser().found(some, alone, None, 4), *c_chooser().likeliest(some, alone, None, 4)]
@@ -181,7 +181,7 @@ def test_numbers_that_are_not_finite(noisy: bool, dtype: torch.dtype) -> None:
     """NaN and then +inf win, the lowest column first; rows beside them keep their bits."""
     vocab, sampling = 203, unfiltered(7, dtype)
     logits = logits_of(7, vocab, dtype)
-    draw = draw_of(sampling, 1, vocab, dtype) if noisy else Draw(7, sampling_of(1), None)
+    draw = draw_of(sampling, 1, vocab, dtype) if noisy else SamplingInputs(7, sampling_of(1), None)
     sound = c_chooser().found(logits, [draw], None, 3)
     logits[0, [9, 150]] = NAN
     logits[1, [40, 41]] = INF
@@ -225,7 +225,7 @@ def test_noise_of_all_sizes_is_right_to_the_last_digits(dtype: torch.dtype) -> N
     bits = np.concatenate([np.array(ends + powers + below + roots), dice])
     hashes, keys = bits_under(12345, bits), torch.tensor([[12345]])
     assert torch.equal(noise_bits(keys, hashes)[0, 0], torch.from_numpy(bits).to(torch.int32))
-    draw = Draw(1, sampling_of(1, dtype=dtype, temperature=1.0), Noise(keys, hashes, dtype))
+    draw = SamplingInputs(1, sampling_of(1, dtype=dtype, temperature=1.0), Noise(keys, hashes, dtype))
     ours = all_scores(torch.zeros(1, len(bits), dtype=dtype), draw)[0].double().numpy()
     uniform = torch.from_numpy(bits).to(dtype).add(0.5).mul(2.0**-31).clamp(max=1 - torch.finfo(dtype).eps / 2)
     exact = np.longdouble(uniform.numpy())
@@ -255,7 +255,7 @@ def test_what_does_not_fit_is_refused() -> None:
         c_chooser().best(torch.zeros(3, 8), [draw], None)
     with pytest.raises(ValueError, match="9 of 8 columns"):
         c_chooser().likeliest(logits, [draw], None, 9)
-    assert c_chooser().best(logits[:0], [Draw(0, sampling_of(0), None)], None)[0].shape == (0,)
+    assert c_chooser().best(logits[:0], [SamplingInputs(0, sampling_of(0), None)], None)[0].shape == (0,)
 
 
 def test_rows_need_not_lie_together() -> None:
@@ -268,5 +268,5 @@ def test_rows_need_not_lie_together() -> None:
 
 
 def test_the_chooser_goes_with_the_kernels() -> None:
-    assert chooser_of(TorchKernels()) is TORCH
-    assert isinstance(chooser_of(c_kernels()), CChooser)
+    assert sampler_of(TorchKernels()) is TORCH
+    assert isinstance(sampler_of(c_kernels()), CSampler)

@@ -7,7 +7,7 @@ from scipy import stats
 
 from cluster.config.tree_shape import TreeShape
 from cluster.sampling.noise import Noise, gumbel, gumbel_of, noise_keys, vocabulary_hashes
-from cluster.sampling.sampling_inputs import Draw
+from cluster.sampling.sampling_inputs import SamplingInputs
 from cluster.spec.propose import CoupledRanking
 from cluster.spec.tree import TorchGrowth
 from cluster.spec.verify import accept
@@ -162,8 +162,10 @@ class Tables:
         noise = noise_under(noise_keys(seeds, torch.arange(5, 9).expand(r, -1)), VOCAB)
         ranking = CoupledRanking(torch.arange(VOCAB), topk)
         root = self.drafted[torch.zeros(r, 1, dtype=torch.int64)]
-        first_p, first = ranking.propose(whole(root), Draw(1, sampling, noise.at(0)))
-        second_p, second = ranking.propose(whole(self.drafted[first[:, 0]]), Draw(topk, sampling, noise.at(1)))
+        first_p, first = ranking.propose(whole(root), SamplingInputs(1, sampling, noise.at(0)))
+        second_p, second = ranking.propose(
+            whole(self.drafted[first[:, 0]]), SamplingInputs(topk, sampling, noise.at(1))
+        )
         grown = TorchGrowth(first[:, 0], first_p[:, 0], 2)
         grown.add(second, second_p)
         none = torch.zeros(r, dtype=torch.int64)

@@ -5,16 +5,16 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from cluster.models.vocab import Columns
-from cluster.sampling.c_sampler import CChooser
+from cluster.models.vocab import ShardedLogits
+from cluster.sampling.c_sampler import CSampler
 from cluster.sampling.sampler import TOP_LOGPROBS, logprobs
-from cluster.sampling.torch_sampler import TORCH, Chooser
+from cluster.sampling.torch_sampler import TORCH, Sampler
 from tests.unit.kernels.library import c_library
 
 
 @pytest.fixture(params=["torch", "c"])
-def chooser(request: pytest.FixtureRequest) -> Chooser:
-    return TORCH if request.param == "torch" else CChooser(c_library())
+def sampler(request: pytest.FixtureRequest) -> Sampler:
+    return TORCH if request.param == "torch" else CSampler(c_library())
 
 
 @pytest.fixture
@@ -27,12 +27,12 @@ def two_threads() -> Iterator[None]:
 
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("vocab", [300, 32_768, 50_257, 65_536])
-def test_the_bits_of_a_row_do_not_depend_on_how_many_there_are(chooser: Chooser, vocab: int) -> None:
+def test_the_bits_of_a_row_do_not_depend_on_how_many_there_are(sampler: Sampler, vocab: int) -> None:
     torch.manual_seed(vocab)
-    columns, tokens = Columns(torch.randn(24, vocab), vocab), torch.randint(vocab, (24,))
-    alone = [logprobs(columns, torch.tensor([row]), tokens[row : row + 1], chooser) for row in range(24)]
+    columns, tokens = ShardedLogits(torch.randn(24, vocab), vocab), torch.randint(vocab, (24,))
+    alone = [logprobs(columns, torch.tensor([row]), tokens[row : row + 1], sampler) for row in range(24)]
     for count in (2, 3, 24):
-        together = logprobs(columns, torch.arange(count), tokens[:count], chooser)
+        together = logprobs(columns, torch.arange(count), tokens[:count], sampler)
         for row in range(count):
             assert torch.equal(together.chosen[row], alone[row].chosen[0])
             assert torch.equal(together.values[row], alone[row].values[0])
@@ -40,11 +40,11 @@ def test_the_bits_of_a_row_do_not_depend_on_how_many_there_are(chooser: Chooser,
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("levels", [1, 3, 40, 4000])
-def test_of_those_that_tie_the_lower_come_first(chooser: Chooser, levels: int, dtype: torch.dtype) -> None:
+def test_of_those_that_tie_the_lower_come_first(sampler: Sampler, levels: int, dtype: torch.dtype) -> None:
     """The first is then the one that a greedy request draws."""
     torch.manual_seed(levels)
     values = (torch.randint(levels, (6, 5000)) / 16).to(dtype)
-    told = logprobs(Columns(values, 5000), torch.arange(6), torch.zeros(6, dtype=torch.int64), chooser)
+    told = logprobs(ShardedLogits(values, 5000), torch.arange(6), torch.zeros(6, dtype=torch.int64), sampler)
     wanted = values.sort(dim=1, descending=True, stable=True).indices[:, :TOP_LOGPROBS]
     assert torch.equal(told.ids, wanted)
-    assert torch.equal(told.ids[:, 0], chooser.best(values, (), None)[0])
+    assert torch.equal(told.ids[:, 0], sampler.best(values, (), None)[0])

@@ -2,17 +2,17 @@
 
 import torch
 
-from cluster.batch import Adjusting, Order, Sampling
+from cluster.batch import RowPenalties, RowSampling, StepInput
 from cluster.device.staging import Staging
-from cluster.sampling.penalties import AdjustmentTable
+from cluster.sampling.penalties import PenaltyTable
 
 Words = tuple[tuple[int, ...], ...]
 
 
-def admit(table: AdjustmentTable, row: int, words: Words | None, tokens: tuple[int, ...] = (3, 4, 5)) -> None:
+def admit(table: PenaltyTable, row: int, words: Words | None, tokens: tuple[int, ...] = (3, 4, 5)) -> None:
     """A request in `row`; None: without adjustments."""
-    adjusting = () if words is None else (Adjusting(row, 0.0, 0.0, 1.0, 0, 3, tokens, (), (), None, words),)
-    order = Order(samplings=(Sampling(row, 1.0, 0, 1.0, 0.0, 0),), adjustings=adjusting)
+    adjusting = () if words is None else (RowPenalties(row, 0.0, 0.0, 1.0, 0, 3, tokens, (), (), None, words),)
+    order = StepInput(samplings=(RowSampling(row, 1.0, 0, 1.0, 0.0, 0),), adjustings=adjusting)
     staging = Staging(torch.device("cpu"))
     table.stage(order, staging)
     table.put(order, staging.sent().lists())
@@ -20,7 +20,7 @@ def admit(table: AdjustmentTable, row: int, words: Words | None, tokens: tuple[i
 
 def test_the_table_of_words_shrinks_when_those_with_many_have_gone() -> None:
     """Every step with a bad word compares the whole table, so one request must not make it large for good."""
-    table = AdjustmentTable(4, 16, torch.float32, torch.device("cpu"))
+    table = PenaltyTable(4, 16, torch.float32, torch.device("cpu"))
     table.make()
     admit(table, 0, ((6,), (7, 8)))
     admit(table, 1, tuple((9,) * 5 for _ in range(30)))

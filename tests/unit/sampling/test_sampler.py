@@ -11,24 +11,24 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cluster.batch import SamplingBatch
-from cluster.models.vocab import Columns
-from cluster.request import SamplingParams
+from cluster.models.vocab import ShardedLogits
+from cluster.request import RequestParams
 from cluster.sampling import filters
-from cluster.sampling.filters import Rows, float_of, ordered
+from cluster.sampling.filters import LogitRows, float_of, ordered
 from cluster.sampling.noise import Noise, gumbel, noise_keys, token_hashes, vocabulary_hashes
-from cluster.sampling.radix_select import Digits, Search, Sorted
+from cluster.sampling.radix_select import RadixSelect, SortedSelect, ThresholdSearch
 from cluster.sampling.sampler import TOP_LOGPROBS, choose, likeliest, logprobs
-from cluster.sampling.sampling_inputs import Draw
+from cluster.sampling.sampling_inputs import SamplingInputs
 from cluster.spec.tree import FLOOR
 from tests.unit.sampling.samplings import best_of, chosen, filtered, sampling_of, whole
 
 MIXED = [
-    SamplingParams(temperature=0.0),
-    SamplingParams(temperature=0.8),
-    SamplingParams(temperature=1.0, top_k=5),
-    SamplingParams(temperature=1.2, top_p=0.7),
-    SamplingParams(temperature=1.0, min_p=0.05),
-    SamplingParams(temperature=0.6, top_k=9, top_p=0.8, min_p=0.02),
+    RequestParams(temperature=0.0),
+    RequestParams(temperature=0.8),
+    RequestParams(temperature=1.0, top_k=5),
+    RequestParams(temperature=1.2, top_p=0.7),
+    RequestParams(temperature=1.0, min_p=0.05),
+    RequestParams(temperature=0.6, top_k=9, top_p=0.8, min_p=0.02),
 ]
 
 
@@ -133,10 +133,10 @@ def test_ordered_integers_compare_as_the_floats_do(dtype: torch.dtype) -> None:
     assert torch.equal(ordered(numbers.view(dtype)).view(dtype), floats)
 
 
-@pytest.mark.parametrize("by", [Sorted, Digits])
+@pytest.mark.parametrize("by", [SortedSelect, RadixSelect])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_least_that_is_needed_equals_a_walk_from_the_top(
-    by: Callable[[Tensor], Search], dtype: torch.dtype
+    by: Callable[[Tensor], ThresholdSearch], dtype: torch.dtype
 ) -> None:
     """Over values of every size, ties, infinite ones and weights of 0."""
     generator = torch.Generator().manual_seed(8)
@@ -275,7 +275,7 @@ def test_choosing_for_64_trees_of_64_nodes_takes_a_tenth_of_their_logits(
     """
     true, done = filters.thresholds, list[Tensor]()
 
-    def first(rows: Rows, *given: Tensor) -> Tensor:
+    def first(rows: LogitRows, *given: Tensor) -> Tensor:
         done[:] = done or [true(rows, *given)]
         return given[0]
 
@@ -292,12 +292,12 @@ def test_choosing_for_64_trees_of_64_nodes_takes_a_tenth_of_their_logits(
     hashes = vocabulary_hashes(width, meta)
     with Peak(logits) as choosing:
         noise = Noise.of(keys, hashes, torch.float32)
-        columns = Columns(logits, vocab, shards=shards)
-        tokens, _ = choose(columns, [Draw(n, sampling, noise.at(0, steps + 1), depths)])
+        columns = ShardedLogits(logits, vocab, shards=shards)
+        tokens, _ = choose(columns, [SamplingInputs(n, sampling, noise.at(0, steps + 1), depths)])
         rows = torch.empty(r * (steps + 1), dtype=torch.int64, device=meta)
         logprobs(columns, rows, tokens[: r * (steps + 1)])
     assert 0 < choosing.most < 0.1 * logits.nbytes, f"{choosing.most / logits.nbytes:.2f} of the logits"
     drafted = torch.empty(r * topk, width, device=meta)
     with Peak(drafted) as drafting:
-        likeliest(Columns(drafted, vocab, shards=shards), Draw(topk, sampling, noise.at(0)), topk)
+        likeliest(ShardedLogits(drafted, vocab, shards=shards), SamplingInputs(topk, sampling, noise.at(0)), topk)
     assert 0 < drafting.most < 0.1 * logits.nbytes, f"{drafting.most / logits.nbytes:.2f} of the target's logits"

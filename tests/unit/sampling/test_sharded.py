@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.batch import Mode
-from cluster.sampling.c_sampler import CChooser
+from cluster.batch import SamplingMode
+from cluster.sampling.c_sampler import CSampler
 from cluster.sampling.noise import Noise, gumbel_of, noise_keys, token_hashes, vocabulary_hashes
 from cluster.sampling.sampler import TOP_LOGPROBS, Logprobs, choose, likeliest, logprobs, ranks
-from cluster.sampling.sampling_inputs import Draw, checksum
+from cluster.sampling.sampling_inputs import SamplingInputs, checksum
 from cluster.sampling.sharded import CHOSEN, proposed, told
-from cluster.sampling.torch_sampler import FAR, TORCH, Chooser
+from cluster.sampling.torch_sampler import FAR, TORCH, Sampler
 from cluster.spec.propose import CoupledRanking
 from tests.unit.kernels.library import c_library
 from tests.unit.sampling.samplings import sampling_of, whole
@@ -30,42 +30,44 @@ GRIDS = [
     Grid(2, 2, True),
 ]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
-ALL = Mode.NOISY | Mode.FILTERED
+ALL = SamplingMode.NOISY | SamplingMode.FILTERED
 
 
 @pytest.fixture(params=["torch", "c"])
-def chooser(request: pytest.FixtureRequest) -> Chooser:
+def sampler(request: pytest.FixtureRequest) -> Sampler:
     """Each of those that shards choose with."""
-    return TORCH if request.param == "torch" else CChooser(c_library())
+    return TORCH if request.param == "torch" else CSampler(c_library())
 
 
 def same(ours: Tensor, theirs: Tensor) -> bool:
     return ours.dtype == theirs.dtype and torch.allclose(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
-def groups_of(grid: Grid, dtype: torch.dtype, mode: Mode, trial: int) -> list[Group]:
+def groups_of(grid: Grid, dtype: torch.dtype, mode: SamplingMode, trial: int) -> list[Group]:
     torch.manual_seed(trial)
     dice = random.Random(trial)
     vocab, nodes = dice.choice((2, 5, 7, 29, 64, 257)), dice.randrange(1, 5)
     return [Group.random(vocab, nodes, dtype, mode, dice) for _ in range(grid.dp)]
 
 
-@pytest.mark.parametrize("mode", [Mode(0), Mode.NOISY, ALL], ids=["greedy", "sampled", "filtered"])
+@pytest.mark.parametrize("mode", [SamplingMode(0), SamplingMode.NOISY, ALL], ids=["greedy", "sampled", "filtered"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_shards_choose_what_one_rank_chooses(grid: Grid, dtype: torch.dtype, mode: Mode, chooser: Chooser) -> None:
+def test_shards_choose_what_one_rank_chooses(
+    grid: Grid, dtype: torch.dtype, mode: SamplingMode, sampler: Sampler
+) -> None:
     """Any number of rows, uneven vocabularies, ties, numbers that are not finite; no difference in any bit."""
     for trial in range(5):
         groups = groups_of(grid, dtype, mode, trial)
         vocab = groups[0].logits.shape[1]
 
         def rank(seat: Seat, groups: list[Group] = groups) -> tuple[Tensor, Tensor]:
-            return choose(seat.columns, groups[seat.group].of_shard(seat.columns), chooser)
+            return choose(seat.columns, groups[seat.group].of_shard(seat.columns), sampler)
 
         answers = seated(grid, [g.logits for g in groups], head_of(grid, vocab, dtype).choosing(mode, CHOSEN), rank)
         for number, (tokens, scores) in enumerate(answers):
             group = groups[number // grid.tp]
-            true_tokens, true_scores = choose(whole(group.logits), group.draws, chooser)
+            true_tokens, true_scores = choose(whole(group.logits), group.draws, sampler)
             assert torch.equal(tokens, true_tokens) and same(scores, true_scores), trial
 
 
@@ -95,9 +97,9 @@ def in_order(likely: Tensor, count: int) -> Tensor:
 
 
 @pytest.mark.parametrize("mapped", [False, True])
-@pytest.mark.parametrize("mode", [Mode(0), Mode.NOISY, ALL], ids=["greedy", "sampled", "filtered"])
+@pytest.mark.parametrize("mode", [SamplingMode(0), SamplingMode.NOISY, ALL], ids=["greedy", "sampled", "filtered"])
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_shards_propose_what_one_rank_proposes(grid: Grid, mode: Mode, mapped: bool, chooser: Chooser) -> None:
+def test_shards_propose_what_one_rank_proposes(grid: Grid, mode: SamplingMode, mapped: bool, sampler: Sampler) -> None:
     """With a reduced vocabulary, whose tokens are those of other shards of the target, and with fewer columns than are
     proposed."""
     dtype = torch.float64
@@ -106,21 +108,23 @@ def test_shards_propose_what_one_rank_proposes(grid: Grid, mode: Mode, mapped: b
         dice = random.Random(trial)
         vocab, topk, each = dice.choice((4, 7, 29, 90)), dice.choice((1, 2, 4)), dice.randrange(1, 4)
         ids = torch.arange(vocab) * 3 + trial % 3 if mapped else torch.arange(vocab)
-        ranking, groups, logits = CoupledRanking(ids, topk, None, chooser), [], []
+        ranking, groups, logits = CoupledRanking(ids, topk, None, sampler), [], []
         for _ in range(grid.dp):
             both = sampling(dice.randrange(4), dtype, mode, dice)
             keys = noise_keys(both.seeds, torch.full((both.seeds.shape[0], 1), 9))
-            noise = Noise.of(keys, vocabulary_hashes(3 * vocab, CPU), dtype) if Mode.NOISY in mode else None
-            groups.append(Draw(each, both, noise))
+            noise = Noise.of(keys, vocabulary_hashes(3 * vocab, CPU), dtype) if SamplingMode.NOISY in mode else None
+            groups.append(SamplingInputs(each, both, noise))
             logits.append(torch.randn(both.seeds.shape[0] * each, vocab, dtype=dtype) * 3)
 
-        def rank(seat: Seat, groups: list[Draw] = groups, ids: Tensor = ids, topk: int = topk) -> tuple[Tensor, Tensor]:
+        def rank(
+            seat: Seat, groups: list[SamplingInputs] = groups, ids: Tensor = ids, topk: int = topk
+        ) -> tuple[Tensor, Tensor]:
             draw, (start, count) = groups[seat.group], (seat.columns.start, seat.columns.values.shape[1])
             own = ids[start : start + count]
             own = torch.cat([own, own.new_zeros(count - own.shape[0])])
             if draw.noise is not None and seat.columns.shards is not None:
                 draw = replace(draw, noise=Noise(draw.noise.keys, vocabulary_hashes(count, CPU, start), dtype))
-            return CoupledRanking(ids, topk, own, chooser).propose(seat.columns, draw)
+            return CoupledRanking(ids, topk, own, sampler).propose(seat.columns, draw)
 
         head = head_of(grid, vocab, dtype)
         answers = seated(grid, logits, head.choosing(mode, proposed(topk, head.columns)), rank)
@@ -132,22 +136,22 @@ def test_shards_propose_what_one_rank_proposes(grid: Grid, mode: Mode, mapped: b
 
 
 @pytest.mark.parametrize("grid", GRIDS[1:], ids=str)
-def test_ties_and_numbers_that_are_not_finite_among_proposals(grid: Grid, chooser: Chooser) -> None:
+def test_ties_and_numbers_that_are_not_finite_among_proposals(grid: Grid, sampler: Sampler) -> None:
     """The lower column first, and the first columns of a row that is not finite, as one rank has them too."""
     torch.manual_seed(1)
     vocab, topk = 11, 4
     logits = [torch.randn(6, vocab, dtype=torch.float64).round() for _ in range(grid.dp)]
     for rows in logits:
         rows[3, 7], rows[4, 7], rows[5, :] = float("inf"), float("nan"), float("-inf")
-    draw, head = Draw(6, sampling_of(1), None), head_of(grid, vocab, torch.float64)
-    calls = head.choosing(Mode(0), proposed(topk, head.columns))
+    draw, head = SamplingInputs(6, sampling_of(1), None), head_of(grid, vocab, torch.float64)
+    calls = head.choosing(SamplingMode(0), proposed(topk, head.columns))
     for number, (likely, columns) in enumerate(
-        seated(grid, logits, calls, lambda seat: likeliest(seat.columns, draw, topk, chooser))
+        seated(grid, logits, calls, lambda seat: likeliest(seat.columns, draw, topk, sampler))
     ):
         wanted = logits[number // grid.tp].log_softmax(-1)
         assert torch.equal(columns[:3], in_order(wanted[:3], topk))
         assert torch.allclose(likely[:3], wanted[:3].gather(1, columns[:3]))
-        alone, first = likeliest(whole(logits[number // grid.tp]), draw, topk, chooser)
+        alone, first = likeliest(whole(logits[number // grid.tp]), draw, topk, sampler)
         assert likely[3:].isnan().all() and alone[3:].isnan().all()
         assert columns[3:].tolist() == first[3:].tolist() == [list(range(topk))] * 3
 
@@ -205,13 +209,13 @@ def test_what_travels_of_a_row_does_not_grow_with_the_vocabulary(grid: Grid, voc
     keys = noise_keys(both.seeds, torch.full((rows, 1), 9))
     logits = [torch.randn(rows, vocab) for _ in range(grid.dp)]
 
-    def sent(mode: Mode, told_of_row: int) -> float:
+    def sent(mode: SamplingMode, told_of_row: int) -> float:
         calls = head.choosing(mode, told_of_row)
 
         def rank(seat: Seat) -> int:
-            chosen = replace(both, noisy=Mode.NOISY in mode, filtered=Mode.FILTERED in mode)
+            chosen = replace(both, noisy=SamplingMode.NOISY in mode, filtered=SamplingMode.FILTERED in mode)
             hashes = vocabulary_hashes(head.columns, CPU, seat.columns.start)
-            draw = Draw(1, chosen, Noise(keys, hashes, torch.float32) if mode else None)
+            draw = SamplingInputs(1, chosen, Noise(keys, hashes, torch.float32) if mode else None)
             if told_of_row == CHOSEN:
                 choose(seat.columns, [draw])
             else:
@@ -221,9 +225,9 @@ def test_what_travels_of_a_row_does_not_grow_with_the_vocabulary(grid: Grid, voc
         return max(seated(grid, logits, calls, rank)) / 8 / rows / (grid.dp if grid.wide else 1)
 
     spread = 6 / grid.shards if grid.wide else 0
-    assert sent(Mode(0), CHOSEN) == 2
-    assert sent(Mode(0), proposed(topk, head.columns)) == 9
-    assert sent(Mode.NOISY, CHOSEN) == 2 + spread
+    assert sent(SamplingMode(0), CHOSEN) == 2
+    assert sent(SamplingMode(0), proposed(topk, head.columns)) == 9
+    assert sent(SamplingMode.NOISY, CHOSEN) == 2 + spread
     assert sent(ALL, CHOSEN) == 2 + spread + 2 + 2 * 4 * 256, "two searches of four digits"
     assert sum(width for _, width in head.asking(TOP_LOGPROBS)) <= 44
 
@@ -232,7 +236,7 @@ def test_the_checksum_tells_how_rows_draw() -> None:
     """Each number of each real request, and in which order the requests are."""
     both = sampling(3, torch.float64, ALL, random.Random(2))
     keys = noise_keys(both.seeds, torch.arange(2).expand(3, -1))
-    draw = Draw(2, both, Noise(keys, token_hashes(torch.arange(4)), torch.float64))
+    draw = SamplingInputs(2, both, Noise(keys, token_hashes(torch.arange(4)), torch.float64))
     real, idle = torch.tensor([True] * 3), torch.tensor([True, False, True])
     told_by = int(checksum([draw], [real]))
     for name in ("inverse_temperature", "noise_scale", "top_k", "top_p", "min_p"):
@@ -244,7 +248,7 @@ def test_the_checksum_tells_how_rows_draw() -> None:
     turned = Noise(keys.flip(0), token_hashes(torch.arange(4)), torch.float64)
     assert int(checksum([replace(draw, noise=turned)], [real])) != told_by
     assert int(checksum([draw], [real])) == told_by != int(checksum([draw], [idle]))
-    nobody = Draw(2, both.narrow(0, 0), Noise(keys[:0], token_hashes(torch.arange(4)), torch.float64))
+    nobody = SamplingInputs(2, both.narrow(0, 0), Noise(keys[:0], token_hashes(torch.arange(4)), torch.float64))
     assert int(checksum([nobody], [real[:0]])) == 0 and int(checksum([draw, nobody], [real, real[:0]])) == told_by
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from cluster.sampling.noise import at_least_float32
-from cluster.sampling.token_bitmask import BARRED, WORD, CBars, barred
+from cluster.sampling.token_bitmask import BARRED, WORD, CTokenBitmask, barred
 from tests.unit.kernels.library import c_kernels
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -46,7 +46,7 @@ def test_the_twin_bars_what_a_mask_does_not_have(size: int, dtype: torch.dtype) 
 def test_c_is_the_twin(size: int, dtype: torch.dtype) -> None:
     library = c_kernels().library
     assert library is not None
-    bars = CBars(library)
+    bars = CTokenBitmask(library)
     for rows in (0, 1, 4, 70):
         logits, masks = made(rows, size, dtype)
         assert same(bars(logits, masks, None), barred(logits, masks, None))
@@ -60,4 +60,4 @@ def test_masks_that_do_not_fit_are_refused() -> None:
     logits, masks = made(4, 100, torch.float32)
     for wrong in (masks[:3], masks[:, :3]):
         with pytest.raises(ValueError, match="do not fit"):
-            CBars(library)(logits, wrong, None)
+            CTokenBitmask(library)(logits, wrong, None)

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from cluster.actors.messages import GangHistory, GangStatus, Heartbeat, Loss
-from cluster.api.core.service import Limits, ModelInfo
+from cluster.api.core.service import ModelInfo, RequestLimits
 from cluster.api.http.server_info import facts_of
-from cluster.chat.formats.choose import Chosen
+from cluster.chat.formats.choose import ChosenFormat
 from cluster.observability.metrics import EngineMetrics, ServingMetrics, StepStats, merge
 from cluster.status import EngineStatus
 from cluster.tools import server_state
 from cluster.tools.client import NoAnswerError
-from cluster.tools.server_state import REMEMBERED_S, Watch
+from cluster.tools.server_state import REMEMBERED_S, ServerWatch
 from cluster.tools.status import lines_of
 from tests.info import rank_info
 
@@ -36,7 +36,7 @@ def info(gang: str, reason: str = "", losses: tuple[Loss, ...] = ()) -> dict[str
     history = GangHistory(epoch=len(losses), restarts=losses, gang=gang)
     status = GangStatus(not reason, reason, 12, 2, history, ranks, (BEAT,))
     found: dict[str, Any] = json.loads(
-        json.dumps(facts_of(ModelInfo("demo", 512, 64, 0), Limits(), status, Chosen(None)))
+        json.dumps(facts_of(ModelInfo("demo", 512, 64, 0), RequestLimits(), status, ChosenFormat(None)))
     )
     return found
 
@@ -69,7 +69,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_rates_are_those_between_two_looks(clock: list[float]) -> None:
     pages = Pages()
-    watch = Watch(pages)  # type: ignore[arg-type]
+    watch = ServerWatch(pages)  # type: ignore[arg-type]
     pages.engine.observe_step(STEP)
     first = watch.look()
     assert (first["tokens_per_second"], first["accept_length"]) == (None, None)
@@ -91,7 +91,7 @@ def test_rates_are_those_between_two_looks(clock: list[float]) -> None:
 
 def test_gangs_that_answer_in_turn_are_all_shown_until_they_are_gone(clock: list[float]) -> None:
     pages = Pages()
-    watch = Watch(pages)  # type: ignore[arg-type]
+    watch = ServerWatch(pages)  # type: ignore[arg-type]
     ages = []
     for name in itertools.chain(("two", "one"), itertools.repeat("one", int(REMEMBERED_S) + 1)):
         pages.info = info(f"a/b/{name}")
@@ -105,12 +105,12 @@ def test_another_kind_of_server_is_named() -> None:
     pages = Pages()
     pages.info = {"vllm_config": ""}
     with pytest.raises(NoAnswerError, match="no server of Aerie's"):
-        Watch(pages).look()  # type: ignore[arg-type]
+        ServerWatch(pages).look()  # type: ignore[arg-type]
 
 
 def test_the_table(clock: list[float]) -> None:
     pages = Pages()
-    watch = Watch(pages)  # type: ignore[arg-type]
+    watch = ServerWatch(pages)  # type: ignore[arg-type]
     watch.look()
     clock[0] += 2.0
     pages.engine.observe_step(STEP)

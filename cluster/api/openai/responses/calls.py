@@ -58,7 +58,7 @@ GIVEN_BACK: Mapping[str, tuple[str, ...]] = {
 """By the type of an item that holds what a tool gave back: the fields for it; the first with a value counts."""
 
 
-class Called(NamedTuple):
+class CalledTool(NamedTuple):
     """A call of a tool; `arguments` is a JSON object as text."""
 
     call_id: str
@@ -66,7 +66,7 @@ class Called(NamedTuple):
     arguments: str
 
 
-class Gave(NamedTuple):
+class ToolResult(NamedTuple):
     """What a tool that was called gave back, as text."""
 
     call_id: str
@@ -83,19 +83,21 @@ class OtherItem(Strict):
     type: OtherKind
 
     @property
-    def parts(self) -> list[Called | Gave]:
+    def parts(self) -> list[CalledTool | ToolResult]:
         """The item as the call of a function, as its output, or as both; empty where it is left out."""
         fields = self.model_extra or {}
         found = next((fields[name] for name in GIVEN_BACK.get(self.type, ()) if fields.get(name)), None)
         if self.type in get_args(WholeKind) and found is None:
             return []  # a call without its output would wait for one for ever
         call_id = str(fields.get("call_id") or fields.get("id") or self.type)
-        made: list[Called | Gave] = []
+        made: list[CalledTool | ToolResult] = []
         if self.type in ARGUMENTS:
             name = fields.get("name") or self.type.removesuffix("_call")
-            made.append(Called(call_id, str(name), _arguments(fields.get(ARGUMENTS[self.type]), ARGUMENTS[self.type])))
+            made.append(
+                CalledTool(call_id, str(name), _arguments(fields.get(ARGUMENTS[self.type]), ARGUMENTS[self.type]))
+            )
         if self.type in GIVEN_BACK:
-            made.append(Gave(call_id, _text(found)))
+            made.append(ToolResult(call_id, _text(found)))
         return made
 
 

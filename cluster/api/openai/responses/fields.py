@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from cluster.api.core.fields import Table
+from cluster.api.core.fields import FieldTable
 from cluster.api.core.translated import table_of
 
 # They tune what is kept of prompts, or limit tools of a kind that is left out anyway, so they cannot change the answer.
@@ -50,4 +50,4 @@ REMEDIES: dict[str, str] = {
     "function_call": "use tool_choice",
     "n": "send several requests",
 }
-TABLE: Table = table_of(HARMLESS, REFUSED, REMEDIES)
+TABLE: FieldTable = table_of(HARMLESS, REFUSED, REMEDIES)

@@ -9,7 +9,7 @@ from cluster.api.core.content import Strict, Text, read_at, readable, text_of_pa
 from cluster.api.core.dialogue import Dialogue
 from cluster.api.core.errors import ApiError, shown
 from cluster.api.core.translated import not_taken
-from cluster.api.openai.responses.calls import OTHER_KINDS, Called, OtherItem
+from cluster.api.openai.responses.calls import OTHER_KINDS, CalledTool, OtherItem
 from cluster.api.openai.responses.tools import ResponseTool, joined, read_tools
 from cluster.chat.custom import arguments_of
 
@@ -24,7 +24,7 @@ class InputText(Strict):
     text: str
 
 
-class Refusal(Strict):
+class RefusalPart(Strict):
     """A part of an assistant's content, passed back."""
 
     type: Literal["refusal"]
@@ -39,7 +39,7 @@ def _thought_text(value: Any) -> str:
     return "" if value is None else text_of_parts(value, {"reasoning_text": "text", "summary_text": "text"})
 
 
-Content = Annotated[str, PlainValidator(_message_text, json_schema_input_type=str | list[InputText | Refusal])]
+Content = Annotated[str, PlainValidator(_message_text, json_schema_input_type=str | list[InputText | RefusalPart])]
 Output = Annotated[str, PlainValidator(_message_text, json_schema_input_type=str | list[InputText])]
 
 
@@ -182,7 +182,7 @@ def dialogue_of(items: list[Item], instructions: str | None) -> Dialogue:
 
 def _add_other(made: Dialogue, item: OtherItem, path: str) -> None:
     for part in item.parts:
-        if isinstance(part, Called):
+        if isinstance(part, CalledTool):
             made.call(part.call_id, part.name, part.arguments, path, id_at="call_id")
         else:
             made.result(part.call_id, part.text, path, id_at="call_id", at="")

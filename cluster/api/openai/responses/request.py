@@ -8,7 +8,7 @@ from pydantic import AfterValidator, ConfigDict, FailFast, Field, PlainValidator
 
 from cluster.api.core.content import Strict, Text
 from cluster.api.core.errors import ApiError
-from cluster.api.core.fields import Table
+from cluster.api.core.fields import FieldTable
 from cluster.api.core.translated import Origins, Translated, TranslatedBody, readable_json, translation
 from cluster.api.openai.responses.fields import TABLE
 from cluster.api.openai.responses.items import Item, dialogue_of, items_of, left_out, tools_in
@@ -78,7 +78,7 @@ class ResponseStreamOptions(Strict):
 class ResponseRequest(TranslatedBody):
     """The body of /v1/responses. Sampling and the extensions are the chat request's own."""
 
-    table: ClassVar[Table] = TABLE
+    table: ClassVar[FieldTable] = TABLE
 
     model: str | None = None
     input: Annotated[list[Item], PlainValidator(items_of, json_schema_input_type=str | Items)]

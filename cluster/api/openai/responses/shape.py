@@ -9,10 +9,10 @@ from cluster.api.core.errors import ApiError
 from cluster.api.core.stream import ALIVE, event
 from cluster.api.core.tools import LeftOutTool
 from cluster.api.core.usage import usage
-from cluster.api.openai.answers import Answering, logprob_entry
+from cluster.api.openai.answers import AnswerContext, logprob_entry
 from cluster.api.openai.responses.request import ResponseRequest
 from cluster.api.openai.responses.tools import Own
-from cluster.chat.events import Said
+from cluster.chat.events import TextPiece
 from cluster.chat.json_text import loaded
 from cluster.chat.sections import Change, Grown, Opened, Section, Sections
 from cluster.request import FinishReason
@@ -32,7 +32,7 @@ class ResponseShape:
 
     alive = ALIVE
 
-    def __init__(self, asked: ResponseRequest, temperature: float, top_p: float, about: Answering) -> None:
+    def __init__(self, asked: ResponseRequest, temperature: float, top_p: float, about: AnswerContext) -> None:
         self._about = about
         self._repeated = repeated(asked) | {"temperature": temperature, "top_p": top_p}
         self._names = asked.offered.names
@@ -179,7 +179,7 @@ class ResponseShape:
 
     def _wait(self, delta: Delta) -> None:
         """Keep the log-probabilities of a delta for its text, which may come later; those of thoughts and calls go."""
-        if delta.events and not any(isinstance(one, Said) for one in delta.events):
+        if delta.events and not any(isinstance(one, TextPiece) for one in delta.events):
             self._waiting = []
             return
         self._waiting += [logprob_entry(entry, self._token) for entry in delta.logprobs]

@@ -14,12 +14,18 @@ from cluster.api.anthropic.errors import anthropic_envelope
 from cluster.api.anthropic.shape import MessageShape, arguments_of
 from cluster.api.core.choices import Delta
 from cluster.api.core.errors import ApiError, internal, overloaded, unavailable
-from cluster.chat.events import Arguments, CallBegun, Event, Said, Thought
+from cluster.chat.events import CallArguments, CallBegun, Event, ReasoningPiece, TextPiece
 from cluster.request import FinishReason
 from tests.unit.chat.random_answers import about, answers, steps
 
 OFFICIAL: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
-EVENTS: list[Event] = [Thought("hm"), Said("I "), Said("ask"), CallBegun(0, "call_1", "find"), Arguments(0, '{"x":1}')]
+EVENTS: list[Event] = [
+    ReasoningPiece("hm"),
+    TextPiece("I "),
+    TextPiece("ask"),
+    CallBegun(0, "call_1", "find"),
+    CallArguments(0, '{"x":1}'),
+]
 TEXTS = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}
 
 
@@ -110,7 +116,7 @@ def test_the_stream_adds_up_to_the_whole(events: list[Event], each: int, finish:
 
 
 def test_a_stop_sequence_is_named() -> None:
-    body = MessageShape(about("msg_1")).body(steps([Said("x"), CallBegun(0, "a", "f")], stop="END"))
+    body = MessageShape(about("msg_1")).body(steps([TextPiece("x"), CallBegun(0, "a", "f")], stop="END"))
     assert (body["stop_reason"], body["stop_sequence"]) == ("stop_sequence", "END")
     [end] = [Delta(0, finish_reason="stop", stop_reason=257)]
     body = MessageShape(about("msg_1")).body([end])

@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 
 from cluster.api.core import api_keys
-from cluster.api.core.api_keys import Key, Keys, cache_salt, check_reach, digest_of, is_loopback, of_environment, parse
+from cluster.api.core.api_keys import (
+    ApiKey,
+    ApiKeys,
+    cache_salt,
+    check_reach,
+    digest_of,
+    is_loopback,
+    of_environment,
+    parse,
+)
 from cluster.config import ConfigError
 
 
@@ -35,12 +44,12 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def names(found: Keys, *tokens: str) -> list[str | None]:
+def names(found: ApiKeys, *tokens: str) -> list[str | None]:
     return [key.name if (key := found.find(token.encode())) else None for token in tokens]
 
 
 def test_a_file_says_who_may_do_what(file: Path) -> None:
-    made = Keys(file)
+    made = ApiKeys(file)
     assert names(made, "token-of-ann", "token-of-bob", "token-of-an", "", "ann") == ["ann", "bob", None, None, None]
     bob = made.find(b"token-of-bob")
     assert bob is not None and bob.scope == "admin"
@@ -65,7 +74,7 @@ LINES = {
 def test_a_file_that_is_wrong_is_refused_at_start_and_not_quoted(file: Path, wrong: str) -> None:
     file.write_text(line("first", "0") + wrong)
     with pytest.raises(ConfigError) as refused:
-        Keys.load(str(file), {})
+        ApiKeys.load(str(file), {})
     said = str(refused.value)
     assert "api_keys_file" in said and str(file) in said
     assert "secret" not in said and "0" * 20 not in said
@@ -79,21 +88,21 @@ def test_files_that_are_no_keys_file(tmp_path: Path, file: Path) -> None:
         (Path("/dev/zero"), "must be a file"),
     ):
         with pytest.raises(ConfigError, match=why):
-            Keys.load(str(path), {})
+            ApiKeys.load(str(path), {})
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="UTF-8"):
-        Keys.load(str(file), {})
+        ApiKeys.load(str(file), {})
     file.write_text("# nobody\n")
     with pytest.raises(ConfigError, match=f"holds no key; make one: aerie keys create {file} NAME"):
-        Keys.load(str(file), {})
+        ApiKeys.load(str(file), {})
     file.write_text(line("ann", "1"))
     file.chmod(0o646)
     with pytest.raises(ConfigError, match="chmod o-w"):
-        Keys.load(str(file), {})
+        ApiKeys.load(str(file), {})
 
 
 def test_the_environment_has_keys_of_both_scopes(file: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert Keys.load(None, {}) is None
+    assert ApiKeys.load(None, {}) is None
     given = {"AERIE_API_KEY": "first-key-of-many, second-key-of-many", "AERIE_ADMIN_API_KEY": "short"}
     found = of_environment(given)
     assert [(key.name, key.scope) for key in found] == [
@@ -102,22 +111,22 @@ def test_the_environment_has_keys_of_both_scopes(file: Path, caplog: pytest.LogC
         ("AERIE_ADMIN_API_KEY", "admin"),
     ]
     assert "AERIE_ADMIN_API_KEY has fewer than 16" in caplog.text and caplog.text.count("fewer") == 1
-    both = Keys.load(str(file), given)
+    both = ApiKeys.load(str(file), given)
     assert both is not None
     assert names(both, "second-key-of-many", "short") == ["AERIE_API_KEY.2", "AERIE_ADMIN_API_KEY"]
     assert names(both, "first-key-of-many, second-key-of-many", "token-of-ann") == [None, "ann"]
     for wrong in ("", " ", "one,", "of two words", "größe", "tab\tkey"):
         with pytest.raises(ConfigError, match="AERIE_API_KEY must hold keys") as refused:
-            Keys.load(None, {"AERIE_API_KEY": wrong})
+            ApiKeys.load(None, {"AERIE_API_KEY": wrong})
         assert "words" not in str(refused.value)
     with pytest.raises(ConfigError, match="twice"):
-        Keys.load(str(file), {"AERIE_API_KEY": "token-of-ann"})
+        ApiKeys.load(str(file), {"AERIE_API_KEY": "token-of-ann"})
 
 
 def test_keys_come_and_go_without_a_restart(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "cluster.api.core.api_keys")
     clock = Clock()
-    made = Keys(file, clock=clock)
+    made = ApiKeys(file, clock=clock)
     file.write_text(line("bob", "token-of-bob") + line("cid", "token-of-cid"))
     everyone = ("token-of-ann", "token-of-bob", "token-of-cid")
     clock.now += 0.9
@@ -138,7 +147,7 @@ def test_keys_come_and_go_without_a_restart(file: Path, caplog: pytest.LogCaptur
 
 def test_a_file_of_the_same_size_and_time_is_a_new_one_too(file: Path) -> None:
     clock = Clock()
-    made = Keys(file, clock=clock)
+    made = ApiKeys(file, clock=clock)
     facts = file.stat()
     file.write_text(file.read_text().replace(line("ann", "token-of-ann"), line("ann", "token-of-eve")))
     os.utime(file, ns=(facts.st_atime_ns, facts.st_mtime_ns))
@@ -152,7 +161,7 @@ def test_a_new_file_that_cannot_be_read_leaves_the_keys_as_they_were(
     file: Path, how: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
-    made = Keys(file, clock=clock)
+    made = ApiKeys(file, clock=clock)
     good = file.read_text()
     if how == "broken":
         file.write_text("ann use sha256:123")
@@ -180,7 +189,7 @@ def test_a_new_file_that_cannot_be_read_leaves_the_keys_as_they_were(
 def test_every_check_compares_with_every_key(tmp_path: Path, token: str, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "keys"
     file.write_text("".join(line(f"name{at}", f"key-{at}") for at in range(20)))
-    made, compared = Keys(file), []
+    made, compared = ApiKeys(file), []
     real = hmac.compare_digest
 
     def noting(one: bytes, other: bytes) -> bool:
@@ -194,20 +203,20 @@ def test_every_check_compares_with_every_key(tmp_path: Path, token: str, monkeyp
 
 
 def test_neither_a_key_nor_its_hash_is_shown() -> None:
-    key = Key("ann", "use", digest_of(b"secret"))
-    made = Keys(None, [key])
+    key = ApiKey("ann", "use", digest_of(b"secret"))
+    made = ApiKeys(None, [key])
     for text in (repr(key), str(key), str(made), f"{[key]}"):
         assert key.digest.hex() not in text and repr(key.digest) not in text
     assert str(made) == "ann (use)"
 
 
 def test_salts_differ_by_key_and_by_what_the_client_says() -> None:
-    ann, bob = (Key(name, "use", digest_of(name.encode())) for name in ("ann", "bob"))
+    ann, bob = (ApiKey(name, "use", digest_of(name.encode())) for name in ("ann", "bob"))
     assert cache_salt(None, None) == 0, "without keys and without a salt all requests share"
     salts = [cache_salt(key, said) for key in (None, ann, bob) for said in (None, "a", "b", "\ud800")]
     assert len(set(salts)) == 12 and max(salts) < 1 << 128
     assert salts == [cache_salt(key, said) for key in (None, ann, bob) for said in (None, "a", "b", "\ud800")]
-    assert cache_salt(Key("renamed", "admin", ann.digest), "a") == cache_salt(ann, "a")
+    assert cache_salt(ApiKey("renamed", "admin", ann.digest), "a") == cache_salt(ann, "a")
     assert f"{ann.digest.hex()}" not in f"{salts[4]:x}"
 
 
@@ -220,7 +229,7 @@ def test_salts_differ_by_key_and_by_what_the_client_says() -> None:
 )  # fmt: skip
 def test_beyond_loopback_there_are_keys_or_an_explicit_word(host: str | None, loopback: bool) -> None:
     assert is_loopback(host) == loopback
-    check_reach(host, Keys(None, [Key("ann", "use", b"")]), allowed=False)
+    check_reach(host, ApiKeys(None, [ApiKey("ann", "use", b"")]), allowed=False)
     check_reach(host, None, allowed=True)
     if loopback:
         check_reach(host, None, allowed=False)

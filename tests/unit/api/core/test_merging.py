@@ -11,7 +11,7 @@ from cluster.actors.messages import Overloaded
 from cluster.api.core.errors import ApiError
 from cluster.api.core.merging import merged
 from cluster.config import EngineConfig
-from cluster.request import Request, RequestOutput, SamplingParams
+from cluster.request import Request, RequestParams, SequenceOutput
 
 TEXT = 3  # tokens of each answer
 
@@ -24,7 +24,7 @@ class Engine:
         self.admission.started(1 << 24)
         self.pace_s, self.open, self.most, self.refused = pace_s, 0, 0, 0
 
-    async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
+    async def generate(self, request: Request) -> AsyncIterator[SequenceOutput]:
         try:
             self.admission.check(request)
         except Overloaded:
@@ -37,14 +37,14 @@ class Engine:
             for at in range(TEXT):
                 await asyncio.sleep(self.pace_s)
                 self.admission.progressed(request.request_id, 1)
-                yield RequestOutput(request.request_id, (at,), finish_reason="stop" if at == TEXT - 1 else None)
+                yield SequenceOutput(request.request_id, (at,), finish_reason="stop" if at == TEXT - 1 else None)
         finally:
             self.open -= 1
             self.admission.left(request.request_id, stopped=False)
 
 
 def requests(count: int, prompt: int, tokens: int = 256) -> list[Request]:
-    return [Request(f"r{at}", tuple(range(prompt)), SamplingParams(max_tokens=tokens)) for at in range(count)]
+    return [Request(f"r{at}", tuple(range(prompt)), RequestParams(max_tokens=tokens)) for at in range(count)]
 
 
 def all_of(engine: Engine, asked: list[Request]) -> dict[int, list[int]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.api.core.api_keys import Keys
+from cluster.api.core.api_keys import ApiKeys
 from cluster.api.launch import keys as command
 from cluster.cli import main
 
@@ -24,7 +24,7 @@ def created(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def scope_of(file: Path, token: str) -> str | None:
-    found = Keys(file).find(token.encode())
+    found = ApiKeys(file).find(token.encode())
     return found and f"{found.name} {found.scope}"
 
 
@@ -83,7 +83,7 @@ def test_who_change_it_at_once_lose_nothing_and_readers_never_see_half(file: Pat
     def reading() -> None:
         while not stop.is_set():
             try:
-                Keys(file)
+                ApiKeys(file)
             except Exception as error:
                 broken.append(error)
 

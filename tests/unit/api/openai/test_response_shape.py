@@ -13,13 +13,19 @@ from cluster.api.core.choices import Delta
 from cluster.api.core.errors import internal
 from cluster.api.openai.responses.request import ResponseRequest
 from cluster.api.openai.responses.shape import ResponseShape
-from cluster.chat.events import Arguments, CallBegun, Event, Said, Thought
+from cluster.chat.events import CallArguments, CallBegun, Event, ReasoningPiece, TextPiece
 from cluster.request import FinishReason
 from tests.unit.chat.random_answers import about, answers, steps
 
 OFFICIAL: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 TIMES = ("created_at", "completed_at")
-EVENTS: list[Event] = [Thought("hm"), Said("I "), Said("ask"), CallBegun(0, "call_1", "find"), Arguments(0, '{"x":1}')]
+EVENTS: list[Event] = [
+    ReasoningPiece("hm"),
+    TextPiece("I "),
+    TextPiece("ask"),
+    CallBegun(0, "call_1", "find"),
+    CallArguments(0, '{"x":1}'),
+]
 
 
 def shape_of(**body: Any) -> ResponseShape:
@@ -120,7 +126,7 @@ def test_the_stream_adds_up_to_the_whole(events: list[Event], each: int, finish:
 
 
 def test_a_length_that_is_reached_leaves_it_incomplete() -> None:
-    [*_, last] = streamed(shape_of(), steps([Said("x")], finish="length"))
+    [*_, last] = streamed(shape_of(), steps([TextPiece("x")], finish="length"))
     assert last["type"] == "response.incomplete"
     assert last["response"]["status"] == "incomplete"
     assert last["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
@@ -136,7 +142,7 @@ def test_a_length_that_is_reached_leaves_it_incomplete() -> None:
 
 def test_an_error_in_the_stream_fails_the_response() -> None:
     shape = shape_of()
-    begun = sent(shape.events(Delta(0, events=(Said("x"),))))
+    begun = sent(shape.events(Delta(0, events=(TextPiece("x"),))))
     found = sent(shape.failed(internal("resp_1")))
     assert [data["sequence_number"] for _, data in found] == [len(begun), len(begun) + 1]
     (error, told), (failed, data) = found
@@ -165,7 +171,7 @@ ASKED: dict[str, Any] = {
 
 
 def test_what_was_asked_for_is_in_the_response() -> None:
-    body = shape_of(**ASKED).body(steps([Said("x")]))
+    body = shape_of(**ASKED).body(steps([TextPiece("x")]))
     same = {name for name in ASKED if name not in ("text", "include")}
     assert {name: body[name] for name in same} == {name: ASKED[name] for name in same}
     assert body["text"]["format"] == ASKED["text"]["format"]

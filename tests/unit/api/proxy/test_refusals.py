@@ -8,8 +8,8 @@ from typing import Any
 from cluster.actors.messages import Overloaded
 from cluster.api.core.errors import overloaded
 from cluster.api.proxy.middleware import JsonErrors, WholeRequests
-from cluster.api.proxy.refusals import FULL, REPEATED, Refusals, TellsProxy, held_s
-from cluster.api.proxy.throttle import LONGEST_REST_S, Cores, Turns
+from cluster.api.proxy.refusals import FULL, REPEATED, AnnounceRefusals, Refusals, held_s
+from cluster.api.proxy.throttle import LONGEST_REST_S, Cores, Throttle
 
 START, BODY = "http.response.start", "http.response.body"
 WAIT_S = 8.0
@@ -22,7 +22,9 @@ class Replica:
         self.full = self.whoever = True
         self.asked = 0
         self.counted: list[tuple[str, int]] = []
-        self.app = TellsProxy(self._answer, name, replicas, lambda path, times: self.counted.append((path, times)))
+        self.app = AnnounceRefusals(
+            self._answer, name, replicas, lambda path, times: self.counted.append((path, times))
+        )
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
         self.asked += 1
@@ -170,7 +172,7 @@ def test_a_refusal_answers_those_that_wait_for_their_turn() -> None:
     """
     replica = Replica()
     proxy = Proxy(replica)
-    proxy._app._turns = Turns(Full())
+    proxy._app._turns = Throttle(Full())
     proxy._app._refusals = Refusals(proxy._app._turns.interrupt)
 
     async def all_ask() -> list[tuple[int, float]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.api.proxy.throttle import HELD_S, LONGEST_REST_S, LOOK_S, Cores, Turns, rest_s
+from cluster.api.proxy.throttle import HELD_S, LONGEST_REST_S, LOOK_S, Cores, Throttle, rest_s
 
 
 class Machine:
@@ -96,7 +96,7 @@ def began(full: bool, charged: bool = True) -> list[float]:
     """When each of four requests that come at once begins, in seconds after the first; a rest is `LONGEST_REST_S`."""
 
     async def all_begin() -> list[float]:
-        turns, times = Turns(Given(full)), []
+        turns, times = Throttle(Given(full)), []
         clock = asyncio.get_running_loop().time
 
         async def one() -> None:
@@ -125,7 +125,7 @@ def test_an_interrupt_ends_all_waits_and_keeps_the_order_of_those_who_ask_again(
     """Who has left meanwhile takes no turn."""
 
     async def all_wait() -> list[tuple[int, bool]]:
-        turns, given = Turns(Given(True)), []
+        turns, given = Throttle(Given(True)), []
 
         async def one(number: int) -> None:
             while not (turn := await turns.wait()):
@@ -151,7 +151,7 @@ def test_a_refused_request_lets_the_next_one_begin_sooner() -> None:
     """Three refusals, each known at once: the fourth request begins after three rests of `REFUSE_S`."""
 
     async def all_begin() -> float:
-        turns = Turns(Given(True))
+        turns = Throttle(Given(True))
         clock = asyncio.get_running_loop().time
         began = clock()
         for refused in (True, True, True, False):

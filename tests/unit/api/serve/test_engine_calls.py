@@ -12,7 +12,7 @@ from cluster.actors.messages import GangStatus, Overloaded
 from cluster.api.serve.engine_calls import HandleCalls
 from cluster.api.serve.resilient_client import GoneError, ResilientClient
 from cluster.config import EngineConfig
-from cluster.request import Request, SamplingParams
+from cluster.request import Request, RequestParams
 
 
 class Handle:
@@ -52,7 +52,7 @@ def client(handle: Handle) -> ResilientClient:
 @pytest.mark.parametrize(("given", "told"), [(None, 1.0), (7.5, 7.5)])
 def test_a_request_that_serve_sheds_is_refused_as_by_a_full_engine(given: float | None, told: float) -> None:
     async def ask() -> None:
-        request = Request("r", (7, 100), SamplingParams(max_tokens=3))
+        request = Request("r", (7, 100), RequestParams(max_tokens=3))
         async for _ in client(Handle(BackPressureError(9, 9, 503, given))).generate(request):
             raise AssertionError("nothing can have come")
 

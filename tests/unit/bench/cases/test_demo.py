@@ -5,11 +5,11 @@ import pytest
 from cluster.bench.cases.demo import PROMPTS, Side, compare, prompt_table, summary_table
 from cluster.bench.live import LiveView, short
 from cluster.bench.report import json_line
-from cluster.bench.streams import Prompt, Stream
+from cluster.bench.streams import ClientStream, Prompt
 
 
-def stream(prompt: Prompt, tokens: list[int], started: float, ended: float, steps: int = 0) -> Stream:
-    made = Stream(prompt, "some\ntext", list(tokens), started, started + 0.5, ended, "length")
+def stream(prompt: Prompt, tokens: list[int], started: float, ended: float, steps: int = 0) -> ClientStream:
+    made = ClientStream(prompt, "some\ntext", list(tokens), started, started + 0.5, ended, "length")
     made.steps, made.accepted = steps, max(0, len(tokens) - 1 - steps) if steps else 0
     return made
 

@@ -5,7 +5,7 @@ import pytest
 from cluster.bench.cases import levels
 from cluster.bench.cases.acceptance import Size
 from cluster.bench.pair import Pair
-from cluster.bench.runs import Run
+from cluster.bench.runs import EngineRun
 from tests.tiny import target_folder
 from tests.unit.models import draft_folders as write
 
@@ -13,10 +13,10 @@ PROMPTS = [[(7 * i + 3 * j) % 60 + 2 for j in range(6)] for i in range(5)]
 
 
 def test_shares_are_of_the_trees_that_reached_a_depth() -> None:
-    run = Run(paths=Counter({0: 4, 1: 2, 3: 2}))
-    run.add(Run(paths=Counter({0: 2})))
+    run = EngineRun(paths=Counter({0: 4, 1: 2, 3: 2}))
+    run.add(EngineRun(paths=Counter({0: 2})))
     assert run.by_depth(4) == [4 / 10, 2 / 4, 2 / 2, 0.0]
-    assert Run().by_depth(2) == [0.0, 0.0]
+    assert EngineRun().by_depth(2) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("count", [1, 3])

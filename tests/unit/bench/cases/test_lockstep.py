@@ -1,10 +1,19 @@
 import pytest
 
 from cluster.bench.cases import lockstep
-from cluster.bench.cases.lockstep import Figures, figures, report, show
+from cluster.bench.cases.lockstep import LockstepFigures, figures, report, show
 from cluster.bench.pair import Pair
-from cluster.bench.prefill_interference import First, alone_case, gaps, p99, show_stalls, stall_case, stall_of, stalled
-from cluster.bench.ranks import Life, Size, StepRecord
+from cluster.bench.prefill_interference import (
+    First,
+    alone_case,
+    gaps,
+    interference_case,
+    interference_of,
+    p99,
+    show_stalls,
+    stalled,
+)
+from cluster.bench.ranks import RankRun, Size, StepRecord
 from cluster.bench.routing import Row
 from cluster.config import EngineConfig
 
@@ -23,12 +32,14 @@ def step(
     return StepRecord(began, seconds, seconds / 2, phases, decodes, prompt_rows, decodes * 4 + prompt_rows, 0)
 
 
-def two_lives() -> list[Life]:
+def two_lives() -> list[RankRun]:
     """Ten steps of 0.1 s with both ranks busy, then four of 0.3 s with prompt rows on rank B and one of 0.5 s."""
     ends = [0.1 * i for i in range(1, 11)] + [1.3, 1.6, 1.9, 2.2, 2.7]
     begins = [0.0, *ends[:-1]]
-    a = Life(times={"a0": ends, "a1": ends}, tokens={"a0": [1] * 15, "a1": [1] * 15}, submitted={"a0": 0.0, "a1": 0.0})
-    b = Life(
+    a = RankRun(
+        times={"a0": ends, "a1": ends}, tokens={"a0": [1] * 15, "a1": [1] * 15}, submitted={"a0": 0.0, "a1": 0.0}
+    )
+    b = RankRun(
         times={"b0": ends[:9], "b1": ends[:10], "long": ends[14:]},
         tokens={"b0": [1] * 9, "b1": [1] * 10, "long": [1]},
         submitted={"b0": 0.0, "b1": 0.0, "long": 1.0},
@@ -41,7 +52,7 @@ def two_lives() -> list[Life]:
 
 
 def test_a_stall_is_the_slowest_gap_while_the_other_prefills_over_the_usual_one() -> None:
-    stall = stall_of(two_lives(), ALONE)
+    stall = interference_of(two_lives(), ALONE)
     assert stall.busy_median_ms == pytest.approx(100.0)
     assert stall.prefill_p99_ms == pytest.approx(500.0)
     assert stall.ratio == pytest.approx(5.0)
@@ -61,7 +72,7 @@ def test_busy_is_before_the_long_prompt_and_after_it() -> None:
     began = [2.7, *after[:-1]]
     a.steps += [step(at, 0.3) for at in began]
     b.steps += [step(at, 0.3, decodes=1, prompt_rows=int(at == 2.7)) for at in began]
-    stall = stall_of([a, b], ALONE)
+    stall = interference_of([a, b], ALONE)
     assert stall.busy_median_ms == pytest.approx(300.0), "11 gaps of 0.3 s against 8 of 0.1 s, of each request"
     assert stall.prompt_steps == 5, "the later request's prompt is not the long one's"
 
@@ -69,12 +80,12 @@ def test_busy_is_before_the_long_prompt_and_after_it() -> None:
 def test_on_one_rank_usual_is_before_the_long_prompt() -> None:
     """Those that decode meanwhile, and start anew while the prompt is taken, are no measure of what is usual."""
     ends = [0.1 * i for i in range(1, 9)] + [1.0, 1.2, 1.4, 1.6]
-    life = Life(
+    life = RankRun(
         times={"a0": ends[:8], "a1": ends, "a0#2": ends[9:], "long": [1.6]},
         submitted={"a0": 0.0, "a1": 0.0, "long": 0.8, "a0#2": 0.8},
     )
     life.steps = [step(before, after - before) for before, after in zip([0.0, *ends], ends, strict=False)]
-    stall = stall_of([life], First(0.2, 0.2))
+    stall = interference_of([life], First(0.2, 0.2))
     assert stall.busy_median_ms == pytest.approx(100.0)
     assert stall.prefill_median_ms == pytest.approx(200.0)
     assert (stall.median_ratio, stall.first_ratio) == (pytest.approx(2.0), pytest.approx(4.0))
@@ -86,7 +97,7 @@ def test_the_stalling_cases_are_paced_by_their_share() -> None:
         alone = alone_case(Pair(), size, world)
         assert [(job.name, job.dp_rank) for job in alone.jobs] == [("long", world - 1)]
         for share in size.shares:
-            case = stall_case(Pair(), size, world, share)
+            case = interference_case(Pair(), size, world, share)
             config = EngineConfig.from_kwargs(case.settings)
             assert (config.prefill_share, config.mixed_prefill_size) == (share, None)
             [long] = [job for job in case.jobs if job.name == "long"]
@@ -97,7 +108,7 @@ def test_the_stalling_cases_are_paced_by_their_share() -> None:
 
 
 def test_gaps_belong_to_one_request_and_lie_inside_the_window() -> None:
-    life = Life(times={"a": [0.0, 1.0, 3.0, 6.0], "b": [2.0, 2.5]})
+    life = RankRun(times={"a": [0.0, 1.0, 3.0, 6.0], "b": [2.0, 2.5]})
     assert gaps(life, 1.0, 6.0) == [2.0, 3.0, 0.5]
     assert gaps(life, 1.0, 5.9) == [2.0, 0.5]
     assert p99(list(range(1, 101))) == 99
@@ -143,11 +154,15 @@ def test_the_report_has_the_ratios_and_the_table_their_goal(monkeypatch: pytest.
         lockstep.BUSY_LAUNCHED: 0.036, lockstep.REPLICATED_LAUNCHED: 0.045,
     }  # fmt: skip
     runs = {
-        name: [Figures(s, s / 5 if "launched" in name else None, 0.04, 10 / s, 0.25)] * 3 for name, s in steps.items()
+        name: [LockstepFigures(s, s / 5 if "launched" in name else None, 0.04, 10 / s, 0.25)] * 3
+        for name, s in steps.items()
     }
     texts = {name: {"a0": [1, 2]} for name in steps}
     texts[lockstep.IDLE] = {"a0": [1, 3]}
-    stalls = {"other rank, 0.25": stall_of(two_lives(), ALONE), "other rank, 0.5": stall_of(two_lives(), ALONE)}
+    stalls = {
+        "other rank, 0.25": interference_of(two_lives(), ALONE),
+        "other rank, 0.5": interference_of(two_lives(), ALONE),
+    }
     result = report(Pair(), Size(), runs, texts, [stalls])
     assert result["stall"]["other rank, 0.5"]["median_ratio"] == pytest.approx(3.0)
     assert result["idle_rank_step_ratio"] == pytest.approx(1.5)

@@ -1,12 +1,12 @@
 import pytest
 
 from cluster.bench.cases import offline
-from cluster.bench.pair import PLAIN, Pair, Shape
+from cluster.bench.pair import PLAIN, Pair, TreeChoice
 from cluster.config.tree_shape import tree_shape
 from tests.tiny import draft_folder, target_folder
 
 SIZE = offline.Size(prompts=9, alone=2, prompt_tokens=6, new_tokens=10, repeats=2)
-SHAPES = (Shape(2), Shape(2, 4, 8))
+SHAPES = (TreeChoice(2), TreeChoice(2, 4, 8))
 
 
 @pytest.fixture
@@ -57,12 +57,12 @@ def test_every_shape_is_one_that_the_engine_takes() -> None:
     for shape in (PLAIN, *offline.SHAPES):
         made = tree_shape(Pair().config(shape, 8))
         assert (made.num_steps, made.topk, made.num_draft_tokens) == (shape.num_steps, shape.topk, shape.nodes)
-    assert str(Shape(3, 4, 12)) == "topk 4, 3 levels, 12 nodes"
+    assert str(TreeChoice(3, 4, 12)) == "topk 4, 3 levels, 12 nodes"
 
 
 def test_the_median_of_ratios_within_a_repeat() -> None:
     def contender(*speeds: float) -> offline.Contender:
-        runs = [offline.Run([[0] * 10], 10 / speed) for speed in speeds]
+        runs = [offline.EngineRun([[0] * 10], 10 / speed) for speed in speeds]
         return offline.Contender("x", lambda prompts: runs[0], {1: runs})
 
     fast, slow = contender(20, 4, 60), contender(10, 2, 20)

@@ -9,8 +9,8 @@ import pytest
 from cluster.bench.cases import rude
 from cluster.bench.cases.overload import One, Size, goals, judge, show
 from cluster.bench.cases.rude import Listener, Phase, _facts
-from cluster.bench.rudeness import Tally
-from cluster.bench.streams import Prompt, Stream
+from cluster.bench.rudeness import AnswerTally
+from cluster.bench.streams import ClientStream, Prompt
 from cluster.bench.wire import Reply, read_reply
 
 SIZE = Size(seconds=20.0, settle_s=0.0, max_wait_s=5.0)
@@ -84,8 +84,8 @@ def test_answers_off_the_wire() -> None:
 
 def test_a_phase_fails_for_each_reason() -> None:
     assert not Phase("x", 1, pauses=[0.1, 0.4]).failed
-    bad: list[dict[str, Any]] = [{"cut": 1}, {"replaced": True}, {"tally": Tally(not_json=1)}]
-    for wrong in [*bad, {"tally": Tally(unanswered=1)}]:
+    bad: list[dict[str, Any]] = [{"cut": 1}, {"replaced": True}, {"tally": AnswerTally(not_json=1)}]
+    for wrong in [*bad, {"tally": AnswerTally(unanswered=1)}]:
         assert Phase("x", 1, **wrong).failed
 
 
@@ -103,7 +103,7 @@ def test_the_longest_pause_is_between_events_of_one_stream(monkeypatch: pytest.M
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     listener = Listener(1, "m", Prompt("x"), 8)
-    stream = Stream(Prompt("x"), heard=listener.heard)
+    stream = ClientStream(Prompt("x"), heard=listener.heard)
     for at in (1.0, 1.5, 3.5, 3.55):
         now[0] = at
         stream.take({"choices": [{"token_ids": [1]}]})

@@ -12,8 +12,8 @@ from cluster.bench.cases.roofline import Measured, Size, rows_of
 from cluster.bench.ceilings import Ceilings
 from cluster.bench.demand import step_demand
 from cluster.bench.loaded import Loaded, Wrap
-from cluster.bench.pair import PLAIN, Pair, Shape
-from cluster.bench.steady import Steps
+from cluster.bench.pair import PLAIN, Pair, TreeChoice
+from cluster.bench.steady import SteadySteps
 from cluster.config import ConfigError, EngineConfig
 from cluster.dp_attention.sizes import Buckets
 from cluster.engine import Engine, StepResult
@@ -22,7 +22,7 @@ from tests.parity.harness import config_of, tiny_pair
 from tests.test_layers import SOURCES, imports_of, module_of, tree_of
 from tests.unit.bench.test_command import parsed
 
-SIZE = Size((PLAIN, Shape(2, 2, 4)), (1, 2), (8,), 3, 2.0, "tiny")
+SIZE = Size((PLAIN, TreeChoice(2, 2, 4)), (1, 2), (8,), 3, 2.0, "tiny")
 
 
 def quiet(text: str) -> None:
@@ -116,9 +116,9 @@ def test_steps_that_are_too_large_to_capture_are_named(monkeypatch: pytest.Monke
 def test_possible_is_the_sum_over_forwards() -> None:
     """Of a chain of 3: two levels, one verification, one extend, each bound by its own."""
     models = resolve_models(config_of(*tiny_pair()))
-    steps = Steps({name: [0.1, 0.3, 0.2] for name in DEVICE_PHASES}, [0.7, 0.8, 0.9], [10.0, 12.0, 14.0], 12)
+    steps = SteadySteps({name: [0.1, 0.3, 0.2] for name in DEVICE_PHASES}, [0.7, 0.8, 0.9], [10.0, 12.0, 14.0], 12)
     best = Ceilings(1e6, 1e9)
-    rows = {row["phase"]: row for row in rows_of(Measured(Shape(3), 2, False, steps, models), 8, best)}
+    rows = {row["phase"]: row for row in rows_of(Measured(TreeChoice(3), 2, False, steps, models), 8, best)}
     demand = step_demand(models, 2, 12.0, 8)
     for name in DEVICE_PHASES:
         possible = sum(max(each.read / 1e6, each.computed / 1e9) for each in demand[name])

@@ -9,7 +9,7 @@ import pytest
 from cluster.bench import fault, rudeness
 from cluster.bench.cases import crowd
 from cluster.bench.cases.crowd import Counter
-from cluster.bench.streams import Prompt, Stream
+from cluster.bench.streams import ClientStream, Prompt
 
 
 def test_a_slow_body_that_is_given_up_leaves_no_task_and_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,9 +21,9 @@ def test_a_slow_body_that_is_given_up_leaves_no_task_and_no_connection(monkeypat
         closed.set()
         writer.close()
 
-    async def scene() -> rudeness.Tally:
+    async def scene() -> rudeness.AnswerTally:
         server = await asyncio.start_server(silent, rudeness.HOST, 0)
-        before, tally = asyncio.all_tasks(), rudeness.Tally()
+        before, tally = asyncio.all_tasks(), rudeness.AnswerTally()
         await rudeness._slow(tally, server.sockets[0].getsockname()[1], "m", 0, random.Random(0))
         await asyncio.sleep(0)  # for the reading to be told
         left = [task for task in asyncio.all_tasks() - before if "read_reply" in repr(task)]
@@ -63,19 +63,19 @@ hurt: list[tuple[str, int]] = []
 
 
 def test_a_crowd_that_never_began_has_nothing_to_settle(counter: Counter) -> None:
-    counter.look([Stream(Prompt("x"))])
+    counter.look([ClientStream(Prompt("x"))])
     assert (counter.settle(), counter.fault.healthy_s, hurt) == ((None, 0), None, [])
 
 
 def test_a_page_that_fails_does_not_end_the_watch(counter: Counter) -> None:
-    streams = [Stream(Prompt("x"), token_ids=[1]), Stream(Prompt("y"), token_ids=[1], ended=1.0)]
+    streams = [ClientStream(Prompt("x"), token_ids=[1]), ClientStream(Prompt("y"), token_ids=[1], ended=1.0)]
     while not counter._times:
         counter.look(streams)
     assert counter.settle()[1] == 3
 
 
 def test_a_fault_is_caused_once_and_health_is_watched_from_then_on(counter: Counter) -> None:
-    streams = [Stream(Prompt("x"), token_ids=[1]), Stream(Prompt("y"), token_ids=[1], ended=1.0)]
+    streams = [ClientStream(Prompt("x"), token_ids=[1]), ClientStream(Prompt("y"), token_ids=[1], ended=1.0)]
     for _ in range(3):
         counter.look(streams)
     resumed_s, _ = counter.settle()
