@@ -7,6 +7,7 @@ from cluster.config.engine_config import (
     LONGEST_CONTEXT,
     ConfigError,
     EngineConfig,
+    Settings,
     as_config_error,
     nearest,
 )
@@ -18,6 +19,7 @@ __all__ = [
     "LONGEST_CONTEXT",
     "ConfigError",
     "EngineConfig",
+    "Settings",
     "as_config_error",
     "nearest",
 ]
