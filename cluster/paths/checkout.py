@@ -6,7 +6,7 @@ from pathlib import Path
 from cluster.config import ConfigError
 
 HOME = "AERIE_HOME"
-CHECKOUT = Path(__file__).resolve().parents[1]
+CHECKOUT = Path(__file__).resolve().parents[2]
 DEMO_CONFIG = "deploy/local.yaml"
 DEMO_TARGET, DEMO_DRAFT = "models/demo/target", "models/demo/draft"
 

@@ -142,7 +142,7 @@ def test_it_starts_answers_stops_and_leaves_nothing(proxy: str, tmp_path: Path) 
         assert alive == []
         assert not Path(folder.group()).exists()
     kept = log.read_text()
-    served = r"INFO cluster\.api\.replica\.access .*POST /v1/completions status=200 .* outcome=ok"
+    served = r"INFO cluster\.api\.http\.access_log .*POST /v1/completions status=200 .* outcome=ok"
     assert len(re.findall(served, kept)) == 10
     assert kept.count("outcome=refused") == 1 and "/health" not in kept
 

@@ -30,7 +30,7 @@ from cluster.api.proxy.throttle import Throttle
 
 CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 IMPORT_PATH = "cluster.api.proxy:middlewares"
-CONNECTION = "cluster.api.connections:Connection"  # by name, since to import it takes uvicorn
+CONNECTION = "cluster.api.proxy.connections:Connection"  # by name, since to import it takes uvicorn
 RETRY_AFTER = (b"retry-after", b"1")
 NO_RETRY = (b"x-should-retry", b"false")  # the clients of OpenAI and Anthropic else send again what got a 408
 LONGEST_ID = 256

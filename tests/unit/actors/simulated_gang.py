@@ -1,6 +1,6 @@
 """A gang whose schedulers, caches, balancer and admission are the real ones; only the time of a step is made up."""
 
-from collections.abc import RequestState as Row
+from collections.abc import Sequence as Row
 from dataclasses import dataclass, field
 from typing import Any
 

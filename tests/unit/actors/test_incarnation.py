@@ -131,7 +131,7 @@ def test_a_later_life_has_as_much_kv_as_the_first(monkeypatch: pytest.MonkeyPatc
 
         async def begin(self, timeout_s: float, still_s: float) -> None: ...
 
-    monkeypatch.setattr("cluster.actors.gang.Life", Loaded)
+    monkeypatch.setattr("cluster.actors.gang.Incarnation", Loaded)
     config = EngineConfig(model_path="m", page_size=16, mem_fraction_static=0.5)
     gang = Gang(GangSpec(config, layout_of(2, bundle_per_worker={"CPU": 1}), "test/by-hand"))
     gang._placement = object()  # type: ignore[assignment]

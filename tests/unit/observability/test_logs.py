@@ -54,7 +54,7 @@ def test_a_line_has_time_level_logger_rank_and_request(
     logging.getLogger("ray.serve").warning("of Serve")
     first, second, third, fourth = path.read_text().splitlines()
     assert re.fullmatch(TIME + r" ERROR cluster\.actors\.gang \[rank 3\] \[request cmpl-7\] rank 1 died", first)
-    assert re.fullmatch(TIME + r" INFO cluster\.api\.app \[rank 3\] well status=200", second)
+    assert re.fullmatch(TIME + r" INFO cluster\.api\.serve\.application \[rank 3\] well status=200", second)
     assert "WARNING httpx" in third and "WARNING ray.serve" in fourth
     assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
 
