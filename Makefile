@@ -7,6 +7,7 @@
 #   make kernels  every program of Triton in its interpreter      make kernels-compile  each, for GPUs that are not here
 #   make check  lint, types, layers and unit tests      make serve   the demo pair on http://127.0.0.1:8000
 #   make bench  speculation on and off, and against transformers, side by side
+#   make docs   the documentation site, into build/docs; a broken link is an error
 #   make real   a real Gemma-3 270M, built under REAL (default: ~/.cache/aerie/real), against transformers; some 20 minutes
 # TORCH_ARGS is passed to pip when it installs torch. Where the index has only CUDA builds and a CPU build will do:
 #   make demo TORCH_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
@@ -29,7 +30,7 @@ TORCH_ARGS ?=
 PINS := pyproject.toml constraints.txt
 FITS := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 
-.PHONY: help demo serve bench real test test-all parity verify planted kernels kernels-compile check clean
+.PHONY: help demo serve bench docs real test test-all parity verify planted kernels kernels-compile check clean
 
 help:
 	@sed -n 's/^#//p' Makefile
@@ -62,6 +63,10 @@ serve: $(VENV)/.stamp
 
 bench: $(VENV)/.stamp
 	$(BIN)/aerie bench
+
+docs: $(VENV)/.stamp
+	@$(PIP) --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 REAL ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/aerie/real
 
