@@ -13,6 +13,6 @@ def sampler_of(kernels: Kernels) -> Sampler:
         return CSampler(kernels.library)
     if kernels.name in ("triton", "flashinfer"):
         loaded = importlib.import_module("cluster.sampling.triton_sampler")  # takes a second
-        sampler: Sampler = loaded.TritonChooser()
+        sampler: Sampler = loaded.TritonSampler()
         return sampler
     return TORCH
