@@ -22,11 +22,10 @@ ANY_ARGUMENTS: dict[str, Any] = {"type": "object", "additionalProperties": True}
 
 @dataclass(frozen=True, slots=True)
 class ChatOutput:
-    """How one chat is answered. Without a `format` the answer is plain text.
+    """How one chat is answered; without a `format`, as plain text. `tools` has the argument schemas of callable tools.
 
-    `tools` maps callable tools to the schemas of their arguments. `split` separates reasoning from the text. `special`
-    are special tokens that must appear in the text, since the parser needs them. `custom` names all custom tools.
-    `warnings` say what is not enforced.
+    `split` separates reasoning from the text. `special` are special tokens that the text keeps, since the parser needs
+    them. `custom` names all custom tools. `warnings` say what is not enforced.
     """
 
     format: ChatFormat | None = None
@@ -134,7 +133,7 @@ def _held(
         return _Held("tools", format.form(None, calls, prompted))
     strict = any(function.strict for function in functions)
     if asked is None and several and not strict and choice.names is None:
-        return None
+        return None  # a grammar costs time in every step, so an answer that needs none has none
     calls = format.written({function.name: _schema(function) for function in functions}, several)
     return _Held("tools" if asked is None else asked.field, format.form(answer or "free", calls, prompted))
 

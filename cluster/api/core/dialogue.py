@@ -6,11 +6,9 @@ from cluster.api.core.errors import path_of
 
 
 class Dialogue:
-    """Builds chat messages from parts, which are added in order. One turn of the assistant (reasoning, text, tool calls)
-    becomes one message, as chat templates expect.
+    """Chat messages, built from parts in order. An assistant's turn (reasoning, text, tool calls) becomes one message.
 
-    `origins` maps the path of each message and part to the path of the field it came from, which is each method's
-    `origin`. `at` and `id_at` are fields below `origin`.
+    `origins` maps the path of each message and part to the path of the field it came from (`origin` in the methods).
     """
 
     def __init__(self) -> None:
