@@ -194,8 +194,8 @@ Calls = list[ToolCall | CustomToolCall]
 
 
 class ChatMessage(Strict):
-    """One message. `content` may be null in an assistant's message, which may have calls instead. `reasoning` is another
-    name of `reasoning_content`. Other fields are not read.
+    """One message. `content` may be null in an assistant's message, which may have calls instead. `reasoning` and
+    `reasoning_content` mean the same. Other fields are not read.
     """
 
     model_config = ConfigDict(extra="allow")

@@ -15,7 +15,7 @@ from cluster.config import ConfigError
 CODE = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
 QUOTED = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"")
 WORD = re.compile(r"(?<![.\w])[a-z_]+(?![\w(])")
-# Not allowed in chat_template_kwargs: the server sets these, or the template library treats them as options.
+# Arguments of transformers' `apply_chat_template` that are not allowed in chat_template_kwargs.
 TAKEN = frozenset({"tokenize", "chat_template", "conversation", "messages", "tools", "documents", "return_dict"})
 # Template variables that switch reasoning off when they are false.
 SWITCHES = ("enable_thinking", "thinking")

@@ -37,8 +37,8 @@ class Encoded(NamedTuple):
 
 
 class ChatTokenizer:
-    """Encodes and decodes text, and renders chats. `text` is the text tokenizer; `template` is None for a model without a
-    chat template; `chosen` is the model's format of reasoning and tool calls.
+    """Encodes and decodes text, and renders chats. `text` is the text tokenizer; `template` is None for a model without
+    a chat template; `chosen` is the model's format of reasoning and tool calls.
     """
 
     def __init__(self, text: TextTokenizer, template: PreTrainedTokenizerBase | None, chosen: ChosenFormat) -> None:
@@ -54,7 +54,7 @@ class ChatTokenizer:
         """Load a tokenizer folder.
 
         Raises:
-            ConfigError: the folder has no usable tokenizer, chat template or parser.
+            ConfigError: the folder has no usable tokenizer, or its chat template cannot be loaded.
         """
         text = TextTokenizer.load(path)
         if not has_template(Path(path)):
