@@ -1,13 +1,12 @@
 """API keys: who may use the server, and with which scope. Only hashes of keys are stored.
 
-A keys file has one key per line, `NAME SCOPE sha256:HEX`; `#` begins a comment. `aerie keys` writes such lines. The hash
-is plain SHA-256, without salt or stretching: these protect passwords, which can be guessed. A key from `aerie keys` has
-256 random bits, so an attacker who reads the file gains nothing by guessing or by tables, and a check takes microseconds.
+A keys file has one key per line, `NAME SCOPE sha256:HEX`; `#` begins a comment. `aerie keys` writes such lines. The
+hash is plain SHA-256, without salt or stretching: these protect passwords, which can be guessed. Keys of `aerie keys`
+have 256 random bits, so whoever reads the file cannot find them by guessing or by tables; a check takes microseconds.
 Keys that people choose can be guessed, so they come from the environment, never from a file.
 
 When a request comes, the file is checked at most once a second, and read again if it has changed. So keys are added and
-removed without a restart. If the new file cannot be read, the old keys stay valid; if it has no keys, the server refuses
-everybody.
+removed without a restart. If a new file cannot be read, the old keys stay valid. Removing all keys refuses everybody.
 """
 
 import hashlib
@@ -61,10 +60,10 @@ def digest_of(token: bytes) -> bytes:
 
 
 def cache_salt(key: ApiKey | None, said: str | None) -> int:
-    """Return the salt of the prefix cache: requests share cached prefixes only with requests of the same salt.
+    """Return the salt of the prefix cache: only requests with the same salt share cached prefixes.
 
-    It is a hash of `said`, the `cache_salt` of the body, keyed by the API key; 0 without either. So no `cache_salt` gives
-    a client the salt of another key.
+    It is a hash of `said`, the body's `cache_salt`, keyed by the API key; 0 without either. So no client can choose a
+    `cache_salt` that leads to the salt of another key.
     """
     if key is None and said is None:
         return 0
@@ -174,7 +173,7 @@ class ApiKeys:
             raise ConfigError(f"api_keys_file {path!r} cannot be read: {error.strerror}") from None
 
     def find(self, token: bytes) -> ApiKey | None:
-        """Return the key that a client sent, None if it is unknown. Compares with every key, so the time tells nothing."""
+        """Return the key that a client sent, None if it is unknown. The time does not depend on which key matches."""
         self._look()
         digest, found = digest_of(token), None
         for key in self._keys:

@@ -68,7 +68,7 @@ class Grammars:
             making.result().close()
 
     def _made(self, tokenizer: ChatTokenizer) -> "asyncio.Task[Compiler]":
-        """Return the task that makes the compiler. It runs once: reading a large vocabulary takes tenths of a second."""
+        """Return the task that makes the compiler, once: reading a large vocabulary takes tenths of a second."""
         if self._making is None:
             self._making = asyncio.create_task(self._make(tokenizer))
             self._making.add_done_callback(_looked_at)

@@ -2,8 +2,8 @@
 
 No token covers more bytes than the longest token of the vocabulary, nor more letters than the token with most letters:
 tokens >= max(bytes / bytes_per_token, letters / letters_per_token). So a megabyte of text that cannot fit into a small
-context is refused in a millisecond; encoding it takes seconds. The bound holds for BPE over all bytes, where tokens spell
-every byte of the text. Where a tokenizer may drop text, or turn any length of it into one unknown token, it is 0.
+context is refused in a millisecond; encoding it takes seconds. The bound holds for BPE over all bytes: its tokens
+spell every byte of the text. Where a tokenizer may drop text, or turn any length into one unknown token, it is 0.
 """
 
 import json
