@@ -6,7 +6,7 @@ have 256 random bits, so whoever reads the file cannot find them by guessing or 
 Keys that people choose can be guessed, so they come from the environment, never from a file.
 
 When a request comes, the file is checked at most once a second, and read again if it has changed. So keys are added and
-removed without a restart. If a new file cannot be read, the old keys stay valid. Removing all keys refuses everybody.
+removed without a restart. If a new file cannot be read, the old keys stay valid. Without any key, everybody is refused.
 """
 
 import hashlib
@@ -60,10 +60,8 @@ def digest_of(token: bytes) -> bytes:
 
 
 def cache_salt(key: ApiKey | None, said: str | None) -> int:
-    """Return the salt of the prefix cache: only requests with the same salt share cached prefixes.
-
-    It is a hash of `said`, the body's `cache_salt`, keyed by the API key; 0 without either. So no client can choose a
-    `cache_salt` that leads to the salt of another key.
+    """Return the salt within which requests share cached prefixes: a hash of `said`, the body's `cache_salt`, keyed by
+    the API key; 0 without either. So no client can choose a `cache_salt` that leads to the salt of another key.
     """
     if key is None and said is None:
         return 0
@@ -147,8 +145,7 @@ class ApiKeys:
         """Read the file; the keys `fixed` are always valid.
 
         Raises:
-            ConfigError: the file is malformed, or there is no key at all.
-            OSError: the file cannot be read.
+            ConfigError, OSError: the file is malformed or cannot be read, or there is no key at all.
         """
         self._path, self._fixed, self._clock = path, tuple(fixed), clock
         self._seen, self._trouble = _version(path), ""

@@ -121,7 +121,7 @@ class OutputSequence:
         return text, (TextPiece(text),) if text else ()
 
     def _read(self, reader: AnswerReader, token_ids: Sequence[int]) -> tuple[str, tuple[Event, ...]]:
-        """Parse tokens one by one: a step may end the reasoning, and only its tokens count as reasoning tokens."""
+        """Parse tokens one by one, so that reasoning tokens are counted exactly, however steps split them."""
         assert self._text is not None
         text, events = "", list[Event]()
         for token in token_ids:
@@ -129,7 +129,7 @@ class OutputSequence:
             piece = self._text.push((token,))
             events += reader.push(piece)
             text += piece
-            self.reasoning_tokens += before or reader.thinks  # the tokens that open and close it count too
+            self.reasoning_tokens += before or reader.thinks  # markers that open and close reasoning count too
         if self.finished:
             piece = self._text.finish()
             events += [*reader.push(piece), *reader.finish()]

@@ -13,9 +13,9 @@ from cluster.request import Request, SequenceOutput
 async def merged(engine: EngineClient, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, SequenceOutput], None]:
     """Yield (index of the request, output). Closing the generator, or a failure of one request, aborts all of them.
 
-    A request that finds the queue full is tried again when another request of the call moves on. A queue full of the
-    call's own requests is no reason to refuse the call: a retry would fill it again. The call is refused only when none
-    of its requests is with the engine.
+    A request that finds the queue full is tried again when another request of the call gets its first output or ends.
+    A queue full of the call's own requests is no reason to refuse the call: a retry would fill it again. The call is
+    refused only when none of its requests is with the engine.
 
     Raises:
         ApiError: 503 when the queue is full or the engine ends, 400 when it refuses a request.
@@ -55,14 +55,14 @@ async def merged(engine: EngineClient, requests: Sequence[Request]) -> AsyncGene
 
 
 class _Turns:
-    """Requests of a call that wait because the queue was full; each is tried again when another one moves on."""
+    """Requests of a call that found the queue full; one is woken when another gets its first output or ends."""
 
     def __init__(self, count: int) -> None:
         self._there = count  # requests that are with the engine, or are being submitted
         self._waiting: deque[asyncio.Event] = deque()
 
     async def wait(self, refusal: ApiError) -> None:
-        """Wait until another request of the call moves on.
+        """Wait until another request of the call gets its first output or ends.
 
         Raises:
             ApiError: the refusal, where no other request of the call is with the engine, so that nothing would wake it.
@@ -75,13 +75,13 @@ class _Turns:
         await turn.wait()
 
     def moved(self) -> None:
-        """Wake one waiting request: another got its first output, so it has left the queue, or has ended."""
+        """Wake one waiting request: another one got its first output or ended, so the queue may have a place."""
         if self._waiting:
             self._there += 1
             self._waiting.popleft().set()
 
     def ended(self) -> None:
-        """A request has ended: wake a waiting one, and count one less."""
+        """Call when a request has ended: it wakes a waiting one, and counts one less."""
         self.moved()
         self._there -= 1
 
@@ -104,7 +104,7 @@ async def _outputs(engine: EngineClient, request: Request, turns: _Turns) -> Asy
         except Unavailable as error:
             raise unavailable(str(error), error.retry_after_s) from None
         except ValueError as error:
-            name, colon, _ = str(error).partition(": ")  # the engine's messages begin "FIELD: "
+            name, colon, _ = str(error).partition(": ")  # "FIELD: MESSAGE" blames a field
             blamed = name if colon and name.isidentifier() else None
             raise ApiError(str(error), param=blamed, code="invalid_value") from None
         finally:

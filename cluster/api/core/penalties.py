@@ -65,10 +65,8 @@ class PenaltyFields(Strict):
                 raise ApiError(f"{name}: {message}", param=name, code="invalid_value")
 
     def adjustments(self, tokenizer: TextTokenizer | None, vocab_size: int) -> LogitAdjustments | None:
-        """Return the adjustments that are requested; None if there are none.
-
-        A bad word is banned as it is tokenized at the beginning of a text, and after a space where that differs. A word
-        with a token beyond the model's vocabulary needs no ban, since the model cannot generate it.
+        """Return the requested adjustments, or None. A bad word is banned as it is tokenized at the start of a text,
+        and after a space where that differs. A word with a token beyond the vocabulary cannot be generated anyway.
         """
         words = []
         for word in self.bad_words if tokenizer is not None else ():

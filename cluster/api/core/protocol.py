@@ -50,10 +50,8 @@ class StreamOptions(Strict):
 
 
 def too_long(model: ModelInfo, prompt: int, wanted: int) -> str:
-    """Return the message for a request that does not fit into the context, in sentences that clients search for.
-
-    LiteLLM looks for OpenAI's; Anthropic's clients look for its two, and then shorten the prompt or lower `max_tokens`.
-    `prompt` and `wanted` are numbers of tokens.
+    """Return the message for a request that does not fit: `prompt` + `wanted` tokens. Clients search for its sentences:
+    LiteLLM for OpenAI's; Anthropic's clients for Anthropic's two, to shorten the prompt or lower `max_tokens`.
     """
     has = f"this model's maximum context length is {model.context_length} tokens"
     if model.room < model.context_length:
@@ -123,10 +121,8 @@ class GenerationFields(PenaltyFields):
         return self.prompt_logprobs
 
     def kept(self, ids: tuple[int, ...], room: int, default_tokens: int) -> tuple[int, ...]:
-        """Return the last tokens of a prompt, as many as `truncate_prompt_tokens` keeps.
-
-        -1 keeps as many as fit into `room` tokens together with the output: `max_tokens`, else `default_tokens`. Where
-        the default is the whole context (`default_tokens` >= `room`), one token is reserved for the output.
+        """Return the last tokens of a prompt, as many as `truncate_prompt_tokens` keeps. -1 keeps as many as fit into
+        `room` next to an output of `max_tokens`, else of `default_tokens`, else (if that is the whole context) of one.
         """
         most = self.truncate_prompt_tokens
         if most is not None and most < 0:

@@ -42,7 +42,7 @@ LEAST_MESSAGES = 1024
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """Limits of one call. A request beyond them is a 400; a body, a 413 or 408. /server_info shows them."""
+    """Limits of one call, shown by /server_info. Exceeding one is a 400; for the body a 413, 408 (time) or 503."""
 
     body_bytes: int = LEAST_BODY
     held_bytes: int = BODIES_HELD * LEAST_BODY  # of all bodies being read and encoded; beyond it, a 503

@@ -54,7 +54,7 @@ def _forms(messages: Messages) -> Iterator[Messages]:
 
 
 def with_one_system(messages: Messages) -> Messages:
-    """Return the messages with all system and developer texts joined into one system message, the first."""
+    """Return the messages with all system and developer texts joined into one system message at the beginning."""
     said = [each["content"] for each in messages if each["role"] in ORDERING]
     others = [each for each in messages if each["role"] not in ORDERING]
     return [{"role": "system", "content": "\n\n".join(said)}, *others] if said else others

@@ -56,7 +56,7 @@ class ChatTemplate:
         return extra
 
     def _effort(self, effort: str) -> dict[str, Any]:
-        """Return the template's argument for the effort; {} where the template has none, or needs none for `none`."""
+        """Return the template's argument for the effort, {} if it has none; a 400 if it cannot switch reasoning off."""
         switch = next((name for name in SWITCHES if name in self.words), None)
         if effort == "none" and switch is not None:
             return {switch: False}
@@ -85,7 +85,7 @@ class ChatTemplate:
 def messages_for(messages: Sequence[ChatMessage], thought_field: str | None) -> list[dict[str, Any]]:
     """Return the messages as a template reads them, with the reasoning also in the field `thought_field` of its format.
 
-    Before a call, gpt-oss's template takes either reasoning or text, so both are joined there.
+    Before a call, gpt-oss's template has one place for reasoning and text, and refuses both; so they are joined.
     """
     made = conversation(messages)
     for message, given in zip(made, messages, strict=True):

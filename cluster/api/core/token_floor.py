@@ -44,7 +44,7 @@ class TokenFloor:
         return cls(shrinks * longest, shrinks * letters)
 
     def fewest(self, text: str) -> int:
-        """Return a number of tokens that no encoding of the text is below."""
+        """Return a lower bound on the number of tokens of the text."""
         if not self._bytes_per_token:
             return 0
         raw = text.encode("utf-8", "replace")

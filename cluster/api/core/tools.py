@@ -154,7 +154,7 @@ Tools = Annotated[list[AnyTool], PlainValidator(read_tools, json_schema_input_ty
 
 
 def left_out_warnings(tools: Sequence[AnyTool]) -> list[str]:
-    """Return a warning for each of the first tools that are left out, and one for the rest. Logs each type once."""
+    """Return a warning for each of the first `MAX_WARNINGS` tools left out, and one for the rest. Logs a type once."""
     left_out = [(at, tool) for at, tool in enumerate(tools) if isinstance(tool, LeftOutTool)]
     for _, tool in left_out[:MAX_WARNINGS]:
         _log_once(shown(tool.type))
@@ -184,11 +184,7 @@ class ToolChoice(Strict):
 
 
 def read_choice(value: Any) -> Any:
-    """Return OpenAI's `tool_choice` as a ToolChoice: a mode, a named tool, or allowed tools with a mode.
-
-    Raises:
-        ValueError: it has none of these forms, or names no tool that this server can call.
-    """
+    """Return `tool_choice` (a mode, a named tool, allowed tools with a mode) as a ToolChoice, else raise ValueError."""
     if isinstance(value, ToolChoice):
         return value
     if isinstance(value, str):

@@ -114,10 +114,10 @@ def table_of(
 
 
 def readable_json(value: Any) -> Any:
-    """Return a part of a body that is sent back to the client unchanged, once all its strings are known to be text.
+    """Return a JSON value of a body unchanged, if UTF-8 can encode all its strings.
 
     Raises:
-        ValueError: a string holds half of a surrogate pair, which UTF-8 cannot encode.
+        ValueError: a string holds half of a surrogate pair.
     """
     try:
         json.dumps(value, ensure_ascii=False).encode()

@@ -145,7 +145,7 @@ class OpenAIShape:
         return best if self._extras.logprobs is not None else [replace(delta, logprobs=()) for delta in best]
 
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
-        """Return the chunk of a delta; a sequence's first has the opening (role or prompt ids) in it or before it."""
+        """Return the chunks of a delta, usually one. A sequence's first chunk is or has its opening (role, prompt)."""
         pieces = [self._chunk_choice(delta)]
         if delta.index not in self._begun:
             self._begun.add(delta.index)

@@ -1,7 +1,7 @@
 """The web page at `/`. Its files hold no data: the page fetches all data from the REST routes, with the user's API key.
 
 The files are `index.html`, its style, its icon and its scripts (plain JavaScript modules, no build step). The headers
-allow the browser nothing else: no other scripts, and connections to this server only.
+make the browser refuse scripts from elsewhere, and connections to other servers.
 """
 
 from collections.abc import Awaitable, Callable
@@ -40,8 +40,7 @@ def add_page(app: FastAPI) -> None:
 class SlashBehindPrefix:
     """ASGI middleware that redirects the application's prefix without a slash (`/llm/one`) to the page at `/llm/one/`.
 
-    The page names its files by relative paths, so it needs the slash. The redirect is relative too, since a proxy in
-    front may add a prefix of its own.
+    The page names its files by relative paths. The redirect is relative too, since a proxy in front may add a prefix.
     """
 
     def __init__(self, app: ASGIApp) -> None:

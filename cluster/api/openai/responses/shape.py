@@ -148,7 +148,7 @@ class ResponseShape:
         return self._names.get(section.name) or Own("function", section.name)
 
     def _status_of(self, section: Section) -> str:
-        """Return the final status of an item: incomplete for the last one of an answer cut off by its limit."""
+        """Return the status of a finished item: incomplete for the last one of an answer that reached its limit."""
         cut = self._finish == "length" and section is self._sections.all[-1]
         return INCOMPLETE if cut else COMPLETED
 

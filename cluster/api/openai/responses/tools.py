@@ -70,20 +70,20 @@ ResponseTool = Single | NamespaceTool
 
 
 class NamespaceInput(NamespaceTool):
-    """The OpenAPI schema of a namespace in a body."""
+    """A namespace in a body. Only for the OpenAPI schema."""
 
     tools: list[FunctionTool | ResponseCustomTool | LeftOutTool]
 
 
 class ServerSearchTool(Strict):
-    """The OpenAPI schema of a tool search that the server would run; it is left out."""
+    """A tool search that the server would run; it is left out. Only for the OpenAPI schema."""
 
     type: Literal["tool_search"]
     execution: Literal["server"] | None = None
 
 
 class OtherTool(LeftOutTool):
-    """The OpenAPI schema of any other tool; it is left out."""
+    """Any other tool; it is left out. Only for the OpenAPI schema."""
 
     type: str = Field(min_length=1, json_schema_extra={"not": {"enum": [*NAMING, "namespace", SEARCH]}})
 
@@ -221,7 +221,7 @@ class AllowedTools(Strict):
 
 
 class AllowedToolsInput(AllowedTools):
-    """The OpenAPI schema of allowed tools in a body."""
+    """Allowed tools in a body. Only for the OpenAPI schema."""
 
     tools: list[NamedChoice | LeftOutTool] = Field(min_length=1)
 
