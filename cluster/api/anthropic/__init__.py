@@ -1,1 +1,1 @@
-"""Anthropic's Messages API: its bodies as chat requests, its answers and its errors."""
+"""Anthropic's Messages API: its bodies, translated into chat requests, its answers and its errors."""

@@ -1,4 +1,4 @@
-"""The messages of /v1/messages: texts, thoughts, uses of tools and their results, as messages of a chat."""
+"""The messages of /v1/messages (text, thinking, tool use and tool result blocks), and their chat messages."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -25,14 +25,14 @@ ServerResult = Literal[
 
 
 class TextBlock(Strict):
-    """A text."""
+    """A text block."""
 
     type: Literal["text"]
     text: Text
 
 
 class ToolReferenceBlock(Strict):
-    """A tool that a search has found, among what the search gave back."""
+    """A tool that a tool search has found, in the result of the search."""
 
     type: Literal["tool_reference"]
     tool_name: Text
@@ -43,7 +43,7 @@ def _text(value: Any) -> str:
 
 
 def _result_text(value: Any) -> str:
-    """What a tool gave back: texts, and the names of tools that a search has found."""
+    """Return the result of a tool as text: its texts, and the names of tools that a search has found."""
     return "" if value is None else text_of_parts(value, {"text": "text", "tool_reference": "tool_name"})
 
 
@@ -53,8 +53,8 @@ BILLING = "x-anthropic-billing-header:"
 
 
 def _system(value: Any) -> str:
-    """Claude Code begins with a block for Anthropic's own servers, which changes with every request: no prefix of a
-    prompt that held it would be found again.
+    """Return the system text without Claude Code's billing block. The block is meant for Anthropic's own servers and
+    changes with every request, so no prefix of a prompt with it would be found in the prefix cache.
     """
     if isinstance(value, list):
         value = [part for part in value if not (isinstance(part, dict) and str(part.get("text")).startswith(BILLING))]
@@ -65,7 +65,7 @@ System = Annotated[str, PlainValidator(_system, json_schema_input_type=str | lis
 
 
 class ThinkingBlock(Strict):
-    """What the model thought, passed back. Nothing is signed here, so the signature is not looked at."""
+    """Thinking of an earlier answer. This server signs nothing, so the signature is ignored."""
 
     type: Literal["thinking"]
     thinking: Text
@@ -73,7 +73,7 @@ class ThinkingBlock(Strict):
 
 
 class ToolUseBlock(Strict):
-    """A tool that the assistant used."""
+    """A tool call of the assistant."""
 
     type: Literal["tool_use"]
     id: Text
@@ -82,7 +82,7 @@ class ToolUseBlock(Strict):
 
 
 class ServerToolUseBlock(Strict):
-    """A tool that another server ran while its model answered, passed back."""
+    """A call of a tool that another server ran during an earlier answer."""
 
     type: Literal["server_tool_use", "mcp_tool_use"]
     id: Text
@@ -91,7 +91,7 @@ class ServerToolUseBlock(Strict):
 
 
 class ServerToolResultBlock(Strict):
-    """What a tool that another server ran gave back: pages that were found, the output of code, or an error."""
+    """The result of a tool that another server ran: pages found, output of code, or an error."""
 
     type: ServerResult
     tool_use_id: Text
@@ -99,13 +99,13 @@ class ServerToolResultBlock(Strict):
 
     @property
     def text(self) -> str:
-        """The result of a server tool as text; encrypted fields are left out."""
+        """The result as text: a string itself, else JSON; encrypted fields are left out."""
         given = _readable_part(self.content)
         return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
 
 
 def _readable_part(value: Any) -> Any:
-    """The same value without encrypted texts; a list of text blocks is one text."""
+    """Return a value without encrypted fields; a list of text blocks becomes one text."""
     if isinstance(value, list):
         if value and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in value):
             return "".join(part["text"] for part in value)
@@ -116,7 +116,7 @@ def _readable_part(value: Any) -> Any:
 
 
 class ToolResultBlock(Strict):
-    """What a tool gave back. `is_error` is the content's to say: chat templates have no place for it."""
+    """The result of a tool. `is_error` is ignored: chat templates have no field for it, so the content must say it."""
 
     type: Literal["tool_result"]
     tool_use_id: Text
@@ -144,7 +144,7 @@ REMEDIES: Mapping[str, str] = {
 
 
 class Message(Strict):
-    """A message of the user or the assistant, or an instruction between them."""
+    """A message of the user or the assistant, or a system message between them."""
 
     role: Role
     content: Annotated[Any, PlainValidator(lambda value: value, json_schema_input_type=str | list[Block])]
@@ -152,7 +152,7 @@ class Message(Strict):
 
 @dataclass(frozen=True, slots=True)
 class MessageContent:
-    """A message as it was read: a text, or blocks."""
+    """A validated message: `text`, or `blocks` where its content was a list."""
 
     role: Role
     text: str
@@ -160,11 +160,11 @@ class MessageContent:
 
 
 def messages_of(value: Any) -> list[MessageContent]:
-    """The messages of a body.
+    """Return the messages of a body.
 
     Raises:
         ApiError: 400 that names the message and the field.
-        ValueError: it is not a list, or an empty one.
+        ValueError: `value` is not a list, or is empty.
     """
     if not isinstance(value, list):
         raise ValueError(f"must be a list, got {shown(value)}")
@@ -196,9 +196,9 @@ def _block(value: Any, role: str, path: str) -> Block:
 
 
 def dialogue_of(messages: Sequence[MessageContent], system: str | None) -> Dialogue:
-    """The messages as those of a chat, after the system's."""
+    """Return the messages as chat messages, with the system text as the first."""
     made = Dialogue()
-    if system:  # an empty one says nothing, and would take the place of a template's own
+    if system:  # an empty system message would replace the template's default one
         made.say("system", system, "system", at="")
     for at, message in enumerate(messages):
         made.end_turn()
@@ -213,7 +213,7 @@ def dialogue_of(messages: Sequence[MessageContent], system: str | None) -> Dialo
 
 
 def _assistant(made: Dialogue, blocks: Sequence[Block], path: str) -> None:
-    """Texts that follow one another are joined, as are thoughts."""
+    """Add an assistant's message; consecutive texts are joined, and so is consecutive thinking."""
     for first, run in _runs(blocks):
         origin = f"{path}.content.{first}"
         if isinstance(run[0], ServerToolResultBlock):
@@ -228,7 +228,7 @@ def _assistant(made: Dialogue, blocks: Sequence[Block], path: str) -> None:
 
 
 def _other(made: Dialogue, message: MessageContent, path: str) -> None:
-    """Results of tools are messages of their own; the texts between them are joined."""
+    """Add another role's message; tool results become messages of their own, consecutive texts are joined."""
     for first, run in _runs(message.blocks):
         if isinstance(run[0], ToolResultBlock):
             made.result(run[0].tool_use_id, run[0].content, f"{path}.content.{first}", "tool_use_id", "content")
@@ -241,7 +241,7 @@ def _joined(run: Sequence[Block]) -> str:
 
 
 def _runs(blocks: Sequence[Block]) -> list[tuple[int, list[Block]]]:
-    """Blocks that make one part together, with the place of the first: texts, thoughts; each other block alone."""
+    """Return (index of the first block, blocks) of each run of text or thinking blocks; any other block is alone."""
     runs: list[tuple[int, list[Block]]] = []
     for at, block in enumerate(blocks):
         joins = isinstance(block, TextBlock | ThinkingBlock) and runs and type(runs[-1][1][0]) is type(block)

@@ -1,4 +1,4 @@
-"""Errors in Anthropic's envelope. The statuses stay those of the server: Anthropic's client tries 503 again as 529."""
+"""Errors in Anthropic's envelope. The HTTP status is unchanged: Anthropic's client retries 503 as it does 529."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -32,7 +32,7 @@ ENVELOPE: Mapping[str, Any] = {
 
 
 def anthropic_envelope(error: ApiError) -> dict[str, Any]:
-    """The body of the answer, or of the event `error`; the message begins with the field at fault."""
+    """Return the body of the answer, or of the event `error`; the message begins with the wrong field's path."""
     kind = TYPES.get(error.status, "api_error" if error.status > 500 else "invalid_request_error")
     if error.code == "overloaded":
         kind = "overloaded_error"

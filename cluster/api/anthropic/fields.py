@@ -1,11 +1,11 @@
-"""What becomes of each field of /v1/messages that its body does not honour; see `cluster.api.core.fields`."""
+"""How /v1/messages treats the fields that it does not honour; `cluster.api.core.fields` explains the kinds."""
 
 from typing import Any
 
 from cluster.api.core.fields import FieldTable
 from cluster.api.core.translated import table_of
 
-# They label, meter or route a call, or tune what is kept of prompts, so they cannot change the answer.
+# They label, meter or route a call, or tune the prompt cache, so they cannot change the answer.
 HARMLESS = frozenset(
     {
         "metadata",
@@ -18,7 +18,7 @@ HARMLESS = frozenset(
     }
 )
 
-# Not honoured, with the values (besides null) that ask for nothing and so pass.
+# Not honoured, with the neutral values (besides null), which mean "off" and are accepted.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "standard_only"),
     "container": (),
@@ -59,4 +59,4 @@ REMEDIES: dict[str, str] = {
 }
 TABLE: FieldTable = table_of(HARMLESS, REFUSED, REMEDIES)
 COUNT_TABLE: FieldTable = table_of(HARMLESS | {"max_tokens", "stream", "stop_sequences"}, REFUSED, REMEDIES)
-"""Of /v1/messages/count_tokens: what a message has beside its prompt changes no count."""
+"""The table of /v1/messages/count_tokens: fields that do not change the prompt are harmless there."""

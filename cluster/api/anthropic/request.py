@@ -1,4 +1,4 @@
-"""The bodies of /v1/messages and /v1/messages/count_tokens, and how they become chat requests."""
+"""The bodies of /v1/messages and /v1/messages/count_tokens, and their translation into chat requests."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -28,7 +28,7 @@ ORIGINS: Mapping[str, str] = {
     "reasoning_effort": "output_config.effort",
 }
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-SWITCHED_ON = {"enable_thinking": True, "thinking": True}  # as templates call it; others do not look at it
+SWITCHED_ON = {"enable_thinking": True, "thinking": True}  # names that templates use; a template ignores the other name
 NO_THOUGHTS = "thinking is not known of this model"
 BUDGET = "thinking.budget_tokens is not a limit here; max_tokens bounds thoughts and answer together"
 
@@ -44,7 +44,7 @@ class CustomTool(Strict):
 
 
 class AnthropicToolChoice(Strict):
-    """Which tools may be used: as the model likes, some, this one, none."""
+    """Which tools may be used: any or none (`auto`), at least one (`any`), the one named (`tool`), none (`none`)."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -54,7 +54,7 @@ class AnthropicToolChoice(Strict):
 
 
 class ThinkingOption(Strict):
-    """Whether the model thinks before it answers, where its chat template can say so. There are no summaries."""
+    """Whether the model thinks first, where its chat template has a switch for that. Summaries are not made."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -64,7 +64,7 @@ class ThinkingOption(Strict):
 
 
 class OutputFormat(Strict):
-    """The JSON schema that the answer has to fit."""
+    """The JSON schema that the answer must follow."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -73,7 +73,7 @@ class OutputFormat(Strict):
 
 
 class OutputConfig(Strict):
-    """How much effort, and the form of the answer."""
+    """The effort of reasoning, and the form of the answer."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -94,7 +94,7 @@ def _tools(value: Any) -> list[CustomTool | LeftOutTool]:
 
 
 def _tool(value: Any, path: str) -> CustomTool | LeftOutTool:
-    """A tool that the client describes; one that only Anthropic's servers run, or its models know, is left out."""
+    """Read a tool that the client declares; a tool that needs Anthropic's servers or models is left out."""
     kind = value.get("type") if isinstance(value, dict) else None
     if isinstance(kind, str) and kind not in ("", "custom"):
         return LeftOutTool(type=kind, name=value.get("name"))
@@ -102,7 +102,7 @@ def _tool(value: Any, path: str) -> CustomTool | LeftOutTool:
 
 
 class CountRequest(TranslatedBody):
-    """The body of /v1/messages/count_tokens: what makes up a prompt."""
+    """The body of /v1/messages/count_tokens: the fields that determine the prompt."""
 
     table: ClassVar[FieldTable] = COUNT_TABLE
     extensions: ClassVar[frozenset[str]] = EXTENSIONS - {"stop"}
@@ -119,11 +119,11 @@ class CountRequest(TranslatedBody):
     output_config: OutputConfig | None = None
 
     def more(self) -> dict[str, Any]:
-        """The fields of the chat request beyond those that make up its prompt."""
+        """Return the fields of the chat request that do not belong to its prompt."""
         return {}
 
     def translated(self) -> Translated:
-        """See `TranslatedBody.translated`."""
+        """Return this body as a chat request, as described at `TranslatedBody.translated`."""
         spoken = dialogue_of(self.messages, self.system)
         choice, output = self.tool_choice, self.output_config
         chat: dict[str, Any] = {
@@ -146,7 +146,7 @@ class CountRequest(TranslatedBody):
         return translation(chat, Origins({**ORIGINS, **spoken.origins, **names}))
 
     def _thinking_asked(self) -> dict[str, Any]:
-        """`thinking` says whether, `output_config.effort` how much: what a chat request has for both."""
+        """Return the chat fields for `thinking` (whether to think) and `output_config.effort` (how much)."""
         thinking = self.thinking
         asked: dict[str, Any] = {"reasoning_effort": self.output_config.effort if self.output_config else None}
         if thinking is None:
@@ -161,7 +161,7 @@ class CountRequest(TranslatedBody):
         return asked
 
     def said_beside(self, thinks: bool) -> list[str]:
-        """Warnings about what is taken and not, or only partly, honoured; `thinks`: the model does so at all."""
+        """Return warnings about `thinking` where it is not, or only partly, honoured. `thinks`: the model can think."""
         thinking = self.thinking
         if thinking is None or thinking.type != "enabled":
             return []
@@ -169,7 +169,7 @@ class CountRequest(TranslatedBody):
 
 
 class MessagesRequest(CountRequest):
-    """The body of /v1/messages. Sampling and the extensions are the chat request's own."""
+    """The body of /v1/messages. Sampling fields and extensions are passed to the chat request unchanged."""
 
     table: ClassVar[FieldTable] = TABLE
 
@@ -178,7 +178,7 @@ class MessagesRequest(CountRequest):
     stop_sequences: Annotated[list[Text], FailFast()] = Field(default_factory=list)
 
     def more(self) -> dict[str, Any]:
-        """The length, the stops, and whether to stream."""
+        """Return the output limit, whether to stream, and the stop strings."""
         return {"max_tokens": self.max_tokens, "stream": self.stream, "stop": list(self.stop_sequences)}
 
 

@@ -1,4 +1,4 @@
-"""The answer of /v1/messages: the message, whole, or the events that build it up."""
+"""The answer of /v1/messages: the whole message, or the events that build it."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,11 +15,11 @@ from cluster.chat.sections import Change, Grown, Opened, Section, Sections
 
 Sent = tuple[str, dict[str, Any]]
 SIGNATURE = "unsigned"
-"""Of every thought, as clients drop those without one from what they send back. It is not looked at there."""
+"""The signature of every thinking block. Clients send no block back without one; this server ignores its value."""
 
 
 class MessageShape:
-    """One message. Texts, thoughts and calls become blocks, in their order."""
+    """One message. Text, reasoning and tool calls become blocks, in order."""
 
     alive = event({"type": "ping"}, "ping")
 
@@ -30,14 +30,14 @@ class MessageShape:
         self._begun = False
 
     def body(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        """The message."""
+        """Return the whole message."""
         for delta in deltas:
             for _ in self._changed(delta):
                 pass
         return self._message([_whole(section) for section in self._sections.all])
 
     def events(self, delta: Delta) -> bytes:
-        """The events of one delta; before the first the beginning of the message, after the last its end."""
+        """Return the events of one delta; the first delta also opens the message, and the last one ends it."""
         made = [] if self._begun else [("message_start", {"message": self._message([])}), ("ping", {})]
         self._begun = True
         made += self._changed(delta)
@@ -47,15 +47,15 @@ class MessageShape:
         return b"".join(event({"type": name, **data}, name) for name, data in made)
 
     def end(self) -> bytes:
-        """Nothing: the last delta has brought the end."""
+        """Return nothing: `events` of the last delta has ended the message."""
         return b""
 
     def failed(self, error: ApiError) -> bytes:
-        """The error in Anthropic's envelope, which is the event's own form."""
+        """Return the event `error`, whose data is Anthropic's error envelope."""
         return event(anthropic_envelope(error), "error")
 
     def _changed(self, delta: Delta) -> Iterator[Sent]:
-        """The events about blocks that one delta makes."""
+        """Yield the events about blocks that one delta causes."""
         for change in self._sections.take(delta.events):
             yield from _told(change)
         if delta.finish_reason is not None:
@@ -77,7 +77,7 @@ class MessageShape:
         return {**head, "content": content, **self._end, "usage": self._usage()}
 
     def _usage(self) -> dict[str, Any]:
-        """What was used so far; as in Anthropic's API, input tokens are those that were not read from the cache."""
+        """Return the usage so far. As in Anthropic's API, input tokens exclude those read from the cache."""
         used = usage(self._about.choices)
         cached = used["prompt_tokens_details"]["cached_tokens"]
         return {
@@ -128,7 +128,7 @@ def _whole(section: Section) -> dict[str, Any]:
 
 
 def arguments_of(text: str) -> dict[str, Any]:
-    """The arguments of a call; of those that were cut off, the part that is whole, as a client reads its stream."""
+    """Return the arguments of a call. Where they were cut off, return the complete part, as a streaming client does."""
     try:
         found = from_json(text, allow_partial=True) if text else {}
     except ValueError:

@@ -1,13 +1,12 @@
-"""API keys: who may use the server, and for what. Only their hashes are kept.
+"""API keys: who may use the server, and with which scope. Only hashes of keys are stored.
 
-A keys file has one key a line, `NAME SCOPE sha256:HEX`; `#` begins a comment. `aerie keys` makes such lines. The hash
-is plain SHA-256, without a salt and without stretching: those are for passwords, which can be guessed. A key that
-`aerie keys` made has 256 random bits, so neither guessing nor a table helps whoever reads the file, and a check takes
-microseconds. For the same reason keys that people think up come from the environment, never from a file.
+A keys file has one key per line, `NAME SCOPE sha256:HEX`; `#` begins a comment. `aerie keys` writes such lines. The
+hash is plain SHA-256, without salt or stretching: these protect passwords, which can be guessed. Keys of `aerie keys`
+have 256 random bits, so whoever reads the file cannot find them by guessing or by tables; a check takes microseconds.
+Keys that people choose can be guessed, so they come from the environment, never from a file.
 
-The file is looked at once a second at most, when a request comes, and read again when it has changed: keys are added
-and removed without a restart. A new file that cannot be read leaves the keys as they were; one without keys lets nobody
-in.
+When a request comes, the file is checked at most once a second, and read again if it has changed. So keys are added and
+removed without a restart. If a new file cannot be read, the old keys stay valid. Without any key, everybody is refused.
 """
 
 import hashlib
@@ -29,40 +28,40 @@ logger = logging.getLogger(__name__)
 
 Scope = Literal["use", "admin"]
 ENVIRONMENT: Mapping[str, Scope] = {"AERIE_API_KEY": "use", "AERIE_ADMIN_API_KEY": "admin"}
-"""Variables with keys in plain text, several with commas between, and what these may do."""
+"""Environment variables that hold keys in plain text, separated by commas, and the scope of these keys."""
 PROBED = frozenset({"/health", "/ready"})
 PAGE = ("/", *(f"/page/{name}" for name in ("style.css", "icon.svg", "page.js", "server.js", "overview.js")))
 PAGE += tuple(f"/page/{name}" for name in ("chart.js", "playground.js", "steps.js", "tree.js", "dom.js"))
 OPEN = PROBED | {*PAGE}
-"""What needs no key: probes have none, and a browser sends none for the page's own files, which hold no data."""
-LOOK_S = 1.0
+"""Paths that need no key: probes send none, and browsers send none for the page's files, which hold no data."""
+LOOK_S = 1.0  # seconds between two checks of the file
 LARGEST = 1 << 20  # bytes of a keys file
-EASY = 16  # keys of fewer characters can be guessed
+EASY = 16  # a key of fewer characters can be guessed, and gives a warning
 NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
 LINE = re.compile(rf"\s*({NAME.pattern})\s+({'|'.join(get_args(Scope))})\s+sha256:([0-9a-f]{{64}})\s*")
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """One key. `digest` is its SHA-256, which is shown nowhere. `admin` may do all that `use` may."""
+    """One key. `digest` is its SHA-256, which is never shown. Scope `admin` includes `use`."""
 
     name: str
     scope: Scope
     digest: bytes = field(repr=False)
 
     def line(self) -> str:
-        """This key as a line of a keys file."""
+        """Return this key as a line of a keys file."""
         return f"{self.name} {self.scope} sha256:{self.digest.hex()}\n"
 
 
 def digest_of(token: bytes) -> bytes:
-    """The SHA-256 of a key as a client sends it."""
+    """Return the SHA-256 of a key, in the form that clients send."""
     return hashlib.sha256(token).digest()
 
 
 def cache_salt(key: ApiKey | None, said: str | None) -> int:
-    """The salt under which a request shares computed prefixes: of its key, and of `cache_salt` in its body. 0 without
-    either. What one client sends as `cache_salt` cannot lead to the salt of another key.
+    """Return the salt within which requests share cached prefixes: a hash of `said`, the body's `cache_salt`, keyed by
+    the API key; 0 without either. So no client can choose a `cache_salt` that leads to the salt of another key.
     """
     if key is None and said is None:
         return 0
@@ -72,10 +71,10 @@ def cache_salt(key: ApiKey | None, said: str | None) -> int:
 
 
 def parse(text: str, where: str) -> tuple[ApiKey, ...]:
-    """The keys of a file's text; `where` names it in errors, which quote no line.
+    """Return the keys in the text of a file; `where` names the file in errors, which quote no line.
 
     Raises:
-        ConfigError: a line has another form, or a name or a key is there twice.
+        ConfigError: a line has another form, or a name or a key occurs twice.
     """
     keys = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -102,10 +101,10 @@ def _distinct(keys: Sequence[ApiKey], where: str) -> tuple[ApiKey, ...]:
 
 
 def read(path: Path) -> tuple[ApiKey, ...]:
-    """The keys of a file.
+    """Return the keys of a file.
 
     Raises:
-        ConfigError: it is not what `parse` reads, or everyone on the machine may write it.
+        ConfigError: `parse` refuses its text, it is too large or no regular file, or every user may write it.
         OSError: it cannot be read.
     """
     where, facts = f"api_keys_file {str(path)!r}", path.stat()
@@ -120,10 +119,10 @@ def read(path: Path) -> tuple[ApiKey, ...]:
 
 
 def of_environment(environment: Mapping[str, str]) -> tuple[ApiKey, ...]:
-    """The keys that are set in `ENVIRONMENT`'s variables; each is named for its variable.
+    """Return the keys in the variables of `ENVIRONMENT`; each is named after its variable.
 
     Raises:
-        ConfigError: a variable is set and holds no key, or one that cannot be sent in a header.
+        ConfigError: a variable is set and holds no key, or a key that cannot be sent in a header.
     """
     keys: list[ApiKey] = []
     for variable, scope in ENVIRONMENT.items():
@@ -138,15 +137,15 @@ def of_environment(environment: Mapping[str, str]) -> tuple[ApiKey, ...]:
 
 
 class ApiKeys:
-    """The keys of one process. Used on one event loop, which a look at the file holds up for as long as it takes."""
+    """The keys of one process. Used on one event loop; reading the file blocks that loop."""
 
     def __init__(
         self, path: Path | None, fixed: Sequence[ApiKey] = (), clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`fixed` are valid whatever the file says.
+        """Read the file; the keys `fixed` are always valid.
 
         Raises:
-            ConfigError: the file cannot be read, or holds no key.
+            ConfigError, OSError: the file is malformed or cannot be read, or there is no key at all.
         """
         self._path, self._fixed, self._clock = path, tuple(fixed), clock
         self._seen, self._trouble = _version(path), ""
@@ -157,10 +156,10 @@ class ApiKeys:
 
     @classmethod
     def load(cls, path: str | None, environment: Mapping[str, str] = os.environ) -> "ApiKeys | None":
-        """The keys of a file and of the environment; None where neither is set.
+        """Return the keys of a file and of the environment; None where neither is set.
 
         Raises:
-            ConfigError: one of them is set, and cannot be used.
+            ConfigError: the file or a variable is set, and cannot be used.
         """
         fixed = of_environment(environment)
         if path is None and not fixed:
@@ -171,7 +170,7 @@ class ApiKeys:
             raise ConfigError(f"api_keys_file {path!r} cannot be read: {error.strerror}") from None
 
     def find(self, token: bytes) -> ApiKey | None:
-        """The key that a client sent, None if there is no such key. Takes equally long wherever it is, or is not."""
+        """Return the key that a client sent, None if it is unknown. The time does not depend on which key matches."""
         self._look()
         digest, found = digest_of(token), None
         for key in self._keys:
@@ -183,7 +182,7 @@ class ApiKeys:
         return ", ".join(f"{key.name} ({key.scope})" for key in self._keys)
 
     def _look(self) -> None:
-        """Read the file again if it has changed. One that cannot be read is one line in the log, not one a second."""
+        """Read the file again if it has changed. The same error is logged once, not every second."""
         now = self._clock()
         if self._path is None or now < self._looked + LOOK_S:
             return
@@ -191,7 +190,7 @@ class ApiKeys:
         try:
             version = _version(self._path)
             if version != self._seen:
-                self._seen = version  # if it is broken, it is not read again before it changes
+                self._seen = version  # set before reading: a malformed file is not read again until it changes
                 self._keys = self._read()
                 logger.info("the API keys are now: %s", self or "none, so that nobody is let in")
         except (OSError, ConfigError) as error:
@@ -207,7 +206,7 @@ class ApiKeys:
 
 
 def _version(path: Path | None) -> tuple[int, ...]:
-    """What changes when a file is written or replaced."""
+    """Return facts about a file of which at least one changes when it is written or replaced."""
     if path is None:
         return ()
     facts = path.stat()
@@ -215,7 +214,7 @@ def _version(path: Path | None) -> tuple[int, ...]:
 
 
 def is_loopback(host: str | None) -> bool:
-    """Whether only this machine reaches a server that listens on `host`."""
+    """Whether a server that listens on `host` can be reached from this machine only."""
     try:
         return ipaddress.ip_address(host or "").is_loopback
     except ValueError:
@@ -223,10 +222,10 @@ def is_loopback(host: str | None) -> bool:
 
 
 def check_reach(host: str | None, keys: ApiKeys | None, allowed: bool) -> None:
-    """Refuse to serve everyone who reaches the server, unless that is `allowed` in so many words.
+    """Refuse to start a server without keys that other machines can reach, unless `allowed` permits it explicitly.
 
     Raises:
-        ConfigError: naming the settings that help.
+        ConfigError: such a server is not allowed; the message names the settings that help.
     """
     if keys is None and not allowed and not is_loopback(host):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""A request's body: read within limits of size and time, decoded as UTF-8, parsed as JSON of limited depth."""
+"""Reads the body of a request: limits of size and time, UTF-8, then JSON of limited depth and number of parts."""
 
 import asyncio
 import json
@@ -18,16 +18,17 @@ from cluster.api.proxy.middleware import too_slow
 
 MAX_DEPTH = 64
 MAX_CONTAINERS = 1 << 16  # lists and objects of one body, together
-MAX_KEYS = 1024  # of one object; logit_bias is the largest that clients send, of 300 to 1,024 ids at OpenAI
-KEYS_EACH, KEYS_MORE = 4, 4096  # most fields of a body: KEYS_EACH per list or object in it, plus KEYS_MORE
-# Either strings and other text between structural characters, or (group 1) a run of those characters. Runs are short,
-# so that a long body does not hold the GIL for long. A string that never ends matches too, so nothing is scanned twice.
+MAX_KEYS = 1024  # of one object; the largest that clients send is logit_bias, 300 to 1,024 ids at OpenAI
+KEYS_EACH, KEYS_MORE = 4, 4096  # a body may have KEYS_EACH * (lists and objects in it) + KEYS_MORE fields
+# Matches either text between structural characters (strings, numbers, words), or a run of structural characters
+# (group 1). A match is short, so that a long body does not hold the GIL for long. A string without an end matches too,
+# so no character is scanned twice.
 _RUNS = re.compile(r'(?:"(?:[^"\\]+|\\.)*+"?|[^\[\]{}:"]+){1,4096}+|([\[\]{}:]{1,4096})', re.DOTALL)
-RETRY_S = 1.0
+RETRY_S = 1.0  # Retry-After where the bodies in memory exceed RequestLimits.held_bytes
 
 
 class BodyReader:
-    """Reads the request bodies of a replica, and counts the bytes of them that it holds."""
+    """Reads the request bodies of a replica, and counts the bytes of all bodies in memory."""
 
     def __init__(self, limits: RequestLimits) -> None:
         self._limits = limits
@@ -35,14 +36,14 @@ class BodyReader:
 
     @asynccontextmanager
     async def json(self, request: Request) -> AsyncIterator[tuple[dict[str, Any], int]]:
-        """The body as a JSON object, and its length in bytes, which count as held until the block ends.
+        """Yield the body as a JSON object, and its length in bytes. It counts as in memory until the block ends.
 
         Raises:
-            ApiError: 413 for a body longer than `RequestLimits.body_bytes`, before it is held in memory; 408 for one
-            that
-                comes too slowly; 503 beyond `RequestLimits.held_bytes` in all; 415 for another content type; 400 for
-                anything that is not a JSON object in UTF-8 with finite numbers, or is too deep or of too many parts.
-            ClientGoneError: the client left while sending.
+            ApiError: 413 for a body longer than `RequestLimits.body_bytes`, refused by its Content-Length or as soon as
+                it is longer; 408 for a body that arrives too slowly; 503 when all bodies in memory exceed
+                `RequestLimits.held_bytes`; 415 for another content type or a compressed body; 400 for a body that is
+                not a JSON object in UTF-8 with finite numbers, or is too deep or has too many parts.
+            ClientGoneError: the client closed the connection while sending.
         """
         kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
         if kind != "application/json" and not kind.endswith("+json"):
@@ -100,7 +101,7 @@ def _too_large(limit: int) -> ApiError:
 
 
 def parse(body: bytes) -> dict[str, Any]:
-    """Bytes to a JSON object.
+    """Return the JSON object in `body`.
 
     Raises:
         ApiError: 400 that says what is wrong and where.
@@ -114,7 +115,7 @@ def parse(body: bytes) -> dict[str, Any]:
         value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_small_object)
     except json.JSONDecodeError as error:
         raise _bad(f"the body is not valid JSON: {error.msg} at line {error.lineno} column {error.colno}") from None
-    except (ValueError, RecursionError):  # a number of thousands of digits
+    except (ValueError, RecursionError):  # Python refuses an integer of more than 4,300 digits
         raise _bad("the body is not valid JSON: a number is too long") from None
     if not isinstance(value, dict):
         raise _bad(f"the body must be a JSON object, got {shown(value)}")
@@ -146,9 +147,9 @@ def _small_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_parts(text: str) -> None:
-    """Refuse a body that is nested too deeply or made of too many parts, before it is parsed."""
+    """Raise 400 for a body that is nested too deeply or has too many parts, before it is parsed."""
     if text.count("[") + text.count("{") <= MAX_DEPTH and text.count(":") <= KEYS_MORE:
-        return  # then it can be neither, and most bodies are such
+        return  # counts include brackets in strings, so they are upper bounds; most bodies end here
     depth = containers = keys = 0
     for run in _RUNS.finditer(text):
         for sign in run[1] or "":

@@ -1,4 +1,4 @@
-"""What a chat's answer is read by and held to, by the model's format of calls and thought."""
+"""How one chat is answered: the parser and the grammar that follow from the model's format of reasoning and calls."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -22,8 +22,10 @@ ANY_ARGUMENTS: dict[str, Any] = {"type": "object", "additionalProperties": True}
 
 @dataclass(frozen=True, slots=True)
 class ChatOutput:
-    """How one chat is answered: by a format, or as mere text without one. `tools` are those that may be called, and
-    `custom` the names of all tools that take a text. `warnings` are about what is not held to.
+    """How one chat is answered; without a `format`, as plain text. `tools` has the argument schemas of callable tools.
+
+    `split` separates reasoning from the text. `special` are special tokens that the text keeps, since the parser needs
+    them. `custom` names all custom tools. `warnings` say what is not enforced.
     """
 
     format: ChatFormat | None = None
@@ -36,7 +38,7 @@ class ChatOutput:
     warnings: tuple[str, ...] = ()
 
     def reader(self) -> AnswerReader | None:
-        """A reader for one answer; None where it is mere text."""
+        """Return a new parser for one answer; None where the answer is plain text."""
         if self.format is None:
             return None
         reader = self.format.reader(self.tools, self.split, self.prompted)
@@ -44,10 +46,10 @@ class ChatOutput:
 
 
 def chat_of(tokenizer: ChatTokenizer, fields: ChatRequest, prompt: str) -> ChatOutput:
-    """How a request whose prompt is `prompt` is answered.
+    """Return how to answer a request whose rendered prompt is `prompt`.
 
     Raises:
-        ApiError: 400: its tools cannot be called in this model's format, or what it asks of the output is malformed.
+        ApiError: 400 when its tools cannot be called in this model's format, or its output constraint is malformed.
     """
     callable_tools = fields.callable_tools
     format = tokenizer.chosen.format
@@ -78,8 +80,8 @@ def chat_of(tokenizer: ChatTokenizer, fields: ChatRequest, prompt: str) -> ChatO
 
 
 def _functions(format: ChatFormat, fields: ChatRequest) -> tuple[list[Function], list[str]]:
-    """The functions that may be called, and warnings. A custom tool is one with a string; where its grammar cannot be
-    held to in this format, the string is free, and a warning says so.
+    """Return the callable functions, and warnings. A custom tool becomes a function with one string argument. Where its
+    grammar cannot be enforced in this format, any string is allowed, and a warning says so.
     """
     functions, warnings = list[Function](), list[str]()
     for tool in fields.callable_tools:
@@ -88,7 +90,7 @@ def _functions(format: ChatFormat, fields: ChatRequest) -> tuple[list[Function],
             why = "only regular expressions can be" if tool.grammar.syntax != "regex" else _refusal(format, function)
             if why:
                 place = f"tools.{fields.tools.index(tool)}.custom.format"
-                why = " ".join(why.split())  # a header has no line ends
+                why = " ".join(why.split())  # the warning goes into a header, which must be one line
                 warnings.append(f"{place}: the grammar is shown to the model and not enforced: {why}")
                 function = function.model_copy(update={"parameters": schema_of_input(), "strict": None})
         functions.append(function)
@@ -96,7 +98,7 @@ def _functions(format: ChatFormat, fields: ChatRequest) -> tuple[list[Function],
 
 
 def _refusal(format: ChatFormat, function: Function) -> str:
-    """Why the arguments of a function with a pattern cannot be held to it; empty where they can."""
+    """Return why the pattern of a custom tool's input cannot be enforced; empty where it can."""
     try:
         parse(function.schema_of_arguments["properties"][FIELD]["pattern"])
         format.written({function.name: function.schema_of_arguments}, False)
@@ -107,7 +109,7 @@ def _refusal(format: ChatFormat, function: Function) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """The form of a whole answer, and the field that asked for it."""
+    """The grammar of a whole answer, and the field that asked for it."""
 
     field: str
     form: Form
@@ -120,7 +122,7 @@ def _held(
     asked: OutputConstraint | None,
     prompted: Prompted,
 ) -> _Held | None:
-    """What an answer is held to; nothing where it is free."""
+    """Return the grammar of the whole answer; None where the model may write anything."""
     choice = fields.choice
     answer: Answer = None if asked is None else _form_of(asked.grammar)
     if not functions:
@@ -131,18 +133,18 @@ def _held(
         return _Held("tools", format.form(None, calls, prompted))
     strict = any(function.strict for function in functions)
     if asked is None and several and not strict and choice.names is None:
-        return None
+        return None  # a grammar costs time in every step, so an answer that needs none has none
     calls = format.written({function.name: _schema(function) for function in functions}, several)
     return _Held("tools" if asked is None else asked.field, format.form(answer or "free", calls, prompted))
 
 
 def _schema(function: Function) -> Mapping[str, Any]:
-    """What the arguments are held to where the model need not call: the schema if it is strict."""
+    """Return the schema that is enforced where calls are optional: the tool's own if it is strict, else any object."""
     return function.schema_of_arguments if function.strict else ANY_ARGUMENTS
 
 
 def _form_of(grammar: Grammar) -> Form:
-    """A grammar that a request asks for, as a part of a larger one."""
+    """Return a request's grammar as a part that fits into a larger structural tag."""
     match grammar.kind:
         case "json_schema":
             return {**json_value(grammar.text), "compact": grammar.compact}

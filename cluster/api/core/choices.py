@@ -1,4 +1,4 @@
-"""The sequences of one call: each is a Request of its own; their outputs come back merged, step by step."""
+"""The output sequences of one call: each is a Request of its own; their outputs are merged step by step."""
 
 import logging
 from collections.abc import AsyncGenerator, Sequence
@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one step gave one sequence, ready to send; `text` may lag behind: a possible stop string is held back.
+    """What one step added to one sequence, ready to send.
 
-    `events` are the same text read in the family's format: what is said, thought, and which tools are called. `tree` is
-    the step's, where it was asked for.
+    `text` may lag behind `token_ids`, since a possible start of a stop string is held back. `events` are the same text
+    parsed in the format of the model's family: text, reasoning, tool calls. `tree` is the step's tree, if requested.
     """
 
     index: int
@@ -45,7 +45,7 @@ class Delta:
 
 
 class OutputSequence:
-    """One sequence of a call. `index` is its place among the choices: prompt by prompt, n each."""
+    """One output sequence of a call. `index` is its place in `choices`, ordered by prompt and then by sample."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class OutputSequence:
         include_stop: bool = False,
         reader: AnswerReader | None = None,
     ) -> None:
-        """`reader` tells calls and thought in a text that may hold them."""
+        """`text` is None without a tokenizer. `reader` parses reasoning and tool calls; None for plain text."""
         self.index = index
         self.prompt_index = prompt_index
         self.request = request
@@ -72,15 +72,15 @@ class OutputSequence:
 
     @property
     def prompt_tokens(self) -> int:
-        """Length of the prompt in tokens."""
+        """The length of the prompt in tokens."""
         return len(self.request.prompt_token_ids)
 
     def began(self, timer: RequestTimer) -> None:
-        """The call was let in; `timer` is told about tokens and the end."""
+        """Attach the timer when the call is admitted; it measures tokens and the end."""
         self.timer = timer
 
     def take(self, output: SequenceOutput) -> Delta:
-        """Account for one output and turn it into text.
+        """Count one output and turn it into text.
 
         Raises:
             ApiError: the engine ended the sequence early.
@@ -104,7 +104,7 @@ class OutputSequence:
                 self.timer.on_finish(output.finish_reason, self.prompt_tokens)
         text, events = "", tuple[Event, ...]()
         if self._text:
-            # A token that ends a sequence is no part of its text, like a stop string.
+            # A stop token is not part of the text, just as a stop string is not.
             by_token = output.finish_reason == "stop" and isinstance(output.stop_reason, int)
             hidden = by_token and not self._include_stop
             ids = output.token_ids[:-1] if hidden else output.token_ids
@@ -121,7 +121,7 @@ class OutputSequence:
         return text, (TextPiece(text),) if text else ()
 
     def _read(self, reader: AnswerReader, token_ids: Sequence[int]) -> tuple[str, tuple[Event, ...]]:
-        """The text of tokens, read one by one, so that those of the thought are counted however they came."""
+        """Parse tokens one by one, so that reasoning tokens are counted exactly, however steps split them."""
         assert self._text is not None
         text, events = "", list[Event]()
         for token in token_ids:
@@ -129,7 +129,7 @@ class OutputSequence:
             piece = self._text.push((token,))
             events += reader.push(piece)
             text += piece
-            self.reasoning_tokens += before or reader.thinks
+            self.reasoning_tokens += before or reader.thinks  # markers that open and close reasoning count too
         if self.finished:
             piece = self._text.finish()
             events += [*reader.push(piece), *reader.finish()]
@@ -138,14 +138,14 @@ class OutputSequence:
 
 
 def _fault(message: str, code: ErrorCode) -> ApiError:
-    """What a client is told of a fault that its own request caused."""
+    """Return the error for a fault that the request itself caused; its message may be shown to the client."""
     if code == "slow_grammar":
         return ApiError(message, code=code)
     return ApiError(message, status=500, kind="server_error", code=code)
 
 
 def joined(index: int, deltas: Sequence[Delta]) -> Delta:
-    """All deltas of one sequence as a single one, for an answer that is not streamed."""
+    """Join all deltas of one sequence into one, for an answer that is not streamed."""
     return Delta(
         index,
         "".join(delta.text for delta in deltas),
@@ -159,7 +159,7 @@ def joined(index: int, deltas: Sequence[Delta]) -> Delta:
 
 
 async def run(engine: EngineClient, choices: Sequence[OutputSequence]) -> AsyncGenerator[Delta, None]:
-    """The deltas of all choices as their steps come. Closing it, or a failure of one choice, aborts all of them.
+    """Yield the deltas of all choices as steps come. Closing the generator, or a failure of one choice, aborts all.
 
     Raises:
         ApiError: 503 when the queue is full or the engine ends, 400 when it refuses the request, 500 when it fails.
@@ -183,4 +183,4 @@ async def run(engine: EngineClient, choices: Sequence[OutputSequence]) -> AsyncG
     finally:
         for choice in choices:
             if choice.timer:
-                choice.timer.on_finish(outcome, choice.prompt_tokens)  # changes nothing for one that ended
+                choice.timer.on_finish(outcome, choice.prompt_tokens)  # no effect on a choice that has ended

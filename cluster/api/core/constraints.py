@@ -1,4 +1,4 @@
-"""What a request's body asks of the form of its output: OpenAI's response_format, vLLM's and SGLang's own fields."""
+"""Reads the output constraint of a request: OpenAI's response_format, and the fields of vLLM and SGLang."""
 
 import json
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from cluster.api.core.errors import ApiError, shown
 from cluster.grammar.asked import Grammar, GrammarError, Kind
 
-# What may be inside of vLLM's structured_outputs, and its older fields beside it.
+# The keys of vLLM's structured_outputs. FIELDS has the fields at the top level: vLLM's older ones, and SGLang's.
 STRUCTURED: dict[str, Kind] = {
     "json": "json_schema",
     "json_object": "json_object",
@@ -29,24 +29,24 @@ FIELDS: dict[str, Kind] = {
     "ebnf": "ebnf",
     "structural_tag": "structural_tag",
 }
-# Options of structured_outputs that change what is allowed; only these values are taken.
+# Options of structured_outputs. COMPACT is honoured; OPTIONS must be false or absent.
 COMPACT = "disable_any_whitespace"
 OPTIONS = ("disable_fallback", "disable_additional_properties", "whitespace_pattern")
 TYPES = ("text", "json_object", "json_schema", "structural_tag")
 
 
 class OutputConstraint(NamedTuple):
-    """A grammar, and the path of the field that asks for it."""
+    """A grammar, and the path of the field that requests it."""
 
     field: str
     grammar: Grammar
 
 
 def constraint_of(body: Mapping[str, Any]) -> OutputConstraint | None:
-    """The one constraint that a body asks for, if any, with its field.
+    """Return the constraint that a body requests, with its field; None if it requests none.
 
     Raises:
-        ApiError: 400 for a malformed field, or naming both of two that ask for something.
+        ApiError: 400 for a malformed field, or for two fields that each request a constraint; it names both.
     """
     found = [*_response_format(body.get("response_format")), *_structured(body.get("structured_outputs"))]
     found += [
@@ -62,13 +62,13 @@ def constraint_of(body: Mapping[str, Any]) -> OutputConstraint | None:
 
 
 def grammar_of(body: Mapping[str, Any]) -> Grammar | None:
-    """The grammar that a body asks for, if any; raises as `constraint_of` does."""
+    """Return the grammar that a body requests, or None; raises like `constraint_of`."""
     found = constraint_of(body)
     return None if found is None else found.grammar
 
 
 def refused(error: GrammarError, field: str) -> ApiError:
-    """The answer for a grammar that is not honoured, with the field that asked for it."""
+    """Return the 400 for a grammar that is not honoured; `field` requested it."""
     return ApiError(f"{field}: {error}", param=field, code="invalid_value")
 
 
@@ -96,7 +96,7 @@ def _response_format(value: Any) -> list[OutputConstraint]:
 
 
 def _named_schema(name: str, value: Any) -> OutputConstraint:
-    """OpenAI's named schema. It is enforced whatever `strict` says."""
+    """Read OpenAI's named JSON schema. It is enforced with `strict: false` too."""
     if not isinstance(value, dict):
         raise _wrong_type(name, "an object", value)
     _only(name, value, ("name", "description", "schema", "strict"))
@@ -129,7 +129,7 @@ def _structured(value: Any) -> list[OutputConstraint]:
 
 
 def _read(name: str, kind: Kind, value: Any) -> Grammar | None:
-    """The grammar in one field; None if it asks for nothing."""
+    """Return the grammar in one field; None if the field requests none."""
     if value is None:
         return None
     if kind == "json_object":

@@ -1,7 +1,6 @@
-"""What may be in a request: strict types, text that UTF-8 can encode, prompts of four kinds, messages of text, calls of
-tools in messages.
+"""Types of the values in a request: text that UTF-8 can encode, prompts in four forms, messages, tool calls.
 
-Strict: `"5"`, `true` and `5.5` are not the integer 5.
+Types are strict: `"5"`, `true` and `5.5` are not the integer 5.
 """
 
 import json
@@ -29,22 +28,22 @@ ROLES_SHOWN = ", ".join(ROLES)
 
 
 class Strict(BaseModel):
-    """Base of the request models."""
+    """Base of the request models. `table` lists the fields that a body does not honour."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, protected_namespaces=())
     table: ClassVar[FieldTable] = GENERATION
 
     @classmethod
     def honoured(cls) -> Collection[str]:
-        """The names of the fields that this body honours."""
+        """Return the names of the fields that this body honours."""
         return cls.model_fields
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> tuple[Self, list[str]]:
-        """The request in a JSON body, and warnings about unknown fields.
+        """Return the request in a JSON body, and warnings about unknown fields.
 
         Raises:
-            ApiError: 400 that names the first field at fault.
+            ApiError: 400 that names the first wrong field.
         """
         kept, warnings = sort_fields(body, cls.honoured(), cls.table)
         try:
@@ -54,10 +53,10 @@ class Strict(BaseModel):
 
 
 def read_at(kind: type[Part], value: Any, path: str) -> Part:
-    """A part of a body, which stands under `path`.
+    """Validate a part of a body as a `kind`; `path` is the path of the part.
 
     Raises:
-        ApiError: 400 that names the field under `path`.
+        ApiError: 400 that names the wrong field, with `path` before it.
     """
     if not isinstance(value, dict):
         raise ApiError(f"{path}: must be an object, got {shown(value)}", param=path, code="invalid_type")
@@ -68,7 +67,7 @@ def read_at(kind: type[Part], value: Any, path: str) -> Part:
 
 
 def readable(text: str) -> str:
-    """A string that UTF-8 can encode; JSON escapes may hold half of a surrogate pair."""
+    """Return a string if UTF-8 can encode it, else raise ValueError: a JSON escape may be half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -77,12 +76,12 @@ def readable(text: str) -> str:
 
 
 def list_of_stops(value: Any) -> Any:
-    """One stop string as a list of one."""
+    """Return a single stop string as a list of one; any other value unchanged."""
     return [value] if isinstance(value, str) else value
 
 
 def list_of_prompts(value: Any) -> list[Any]:
-    """`str | list[str] | list[int] | list[list[int]]` as a list of prompts."""
+    """Return `str | list[str] | list[int] | list[list[int]]` as a list of prompts; ValueError for anything else."""
     if isinstance(value, str):
         return [readable(value)]
     shape = "must be a string, a list of strings, a list of token ids or a list of such lists"
@@ -113,10 +112,10 @@ def _all_of(kind: type, items: list[Any], what: str, where: str = "") -> None:
 
 
 def text_of_parts(value: Any, kinds: Mapping[str, str]) -> str:
-    """A string, or the joined texts of a list of parts; `kinds` says by a part's type which field holds its text.
+    """Return a string, or the joined texts of a list of parts; `kinds` maps the type of a part to its text field.
 
     Raises:
-        ValueError: it is something else, an image for one, or no text.
+        ValueError: the value has another type, a part is of another type (such as an image), or a text is invalid.
     """
     if isinstance(value, str):
         return readable(value)
@@ -136,7 +135,7 @@ def text_of_parts(value: Any, kinds: Mapping[str, str]) -> str:
 
 
 def _plain_text(value: Any) -> str:
-    """The content of a message: a string, or text parts that are joined."""
+    """Return the content of a message: a string, or the joined text of its parts."""
     return text_of_parts(value, {"text": "text"})
 
 
@@ -145,7 +144,7 @@ Content = Annotated[str, PlainValidator(_plain_text, json_schema_input_type=str 
 
 
 def _calls(value: Any) -> Any:
-    """The calls of a message, none for null. A call of a custom tool becomes the call of a function with its text."""
+    """Return the calls of a message, [] for null. A custom tool call becomes a function call with its text as input."""
     if value is None:
         return []
     return [_as_function(call) for call in value] if isinstance(value, list) else value
@@ -162,14 +161,14 @@ def _as_function(call: Any) -> Any:
 
 
 class CalledFunction(Strict):
-    """The function of a call; `arguments` are a JSON object as text, as the answer had them."""
+    """The function in a tool call; `arguments` is a JSON object as text, as an answer has it."""
 
     name: Text
     arguments: Text = "{}"
 
 
 class ToolCall(Strict):
-    """A call of a tool, as an answer has it and as it is sent back."""
+    """A function call in an assistant's message, in the form that answers have."""
 
     id: Text | None = None
     type: Literal["function"] = "function"
@@ -177,14 +176,14 @@ class ToolCall(Strict):
 
 
 class CalledCustom(Strict):
-    """The custom tool of a call, and the text that it was given."""
+    """The custom tool in a tool call, and its input text."""
 
     name: Text
     input: Text
 
 
 class CustomToolCall(Strict):
-    """A call of a custom tool, as an answer has it and as it is sent back."""
+    """A custom tool call in an assistant's message, in the form that answers have."""
 
     id: Text | None = None
     type: Literal["custom"]
@@ -195,8 +194,8 @@ Calls = list[ToolCall | CustomToolCall]
 
 
 class ChatMessage(Strict):
-    """One message. `content` may be null in an assistant's message, which may have calls instead. `reasoning` is a name
-    of `reasoning_content` too. Other fields are not read.
+    """One message. `content` may be null in an assistant's message, which may have calls instead. `reasoning` and
+    `reasoning_content` mean the same. Other fields are not read.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -213,16 +212,16 @@ class ChatMessage(Strict):
 
     @property
     def thought(self) -> str | None:
-        """What the assistant had thought."""
+        """The reasoning of the assistant in this message."""
         return self.reasoning_content or self.reasoning
 
 
 WITH_MEANING = frozenset({"audio", "function_call", "prefix", "partial"})
-"""Fields of a message that change what an answer is, so that they are refused; others are not read, which is said."""
+"""Unsupported fields of a message that would change the answer: refused. Other unknown fields give a warning."""
 
 
 def unread(messages: Sequence[ChatMessage]) -> list[str]:
-    """Warnings about fields of messages that are not read, each name once: clients keep in a history what they like."""
+    """Return one warning for each unknown field name in messages: clients keep fields of their own in a history."""
     names = {name: None for message in messages for name, value in (message.model_extra or {}).items() if value}
     return [f"messages: {shown(name)} is not read" for name in names]
 
@@ -231,7 +230,7 @@ OF_ROLE = dict.fromkeys(("tool_calls", "reasoning_content", "reasoning"), "assis
 
 
 def check_messages(messages: Sequence[ChatMessage], most: int) -> None:
-    """Refuse more than `most` messages, and roles and parts of messages that this server does not read.
+    """Check the number, the roles and the fields of messages; `most` is the limit of messages.
 
     Raises:
         ApiError: 400 that names the message and the field.
@@ -280,7 +279,7 @@ def _missing(path: str) -> ApiError:
 
 
 def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """The messages as a chat template takes them: the arguments of calls as objects, which most templates want."""
+    """Return the messages for a chat template. Arguments of calls become objects, since most templates expect that."""
     return [_for_template(message) for message in messages]
 
 

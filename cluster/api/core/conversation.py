@@ -1,4 +1,4 @@
-"""The fields of a request that make up a conversation: its messages, its tools, and what its chat template is told."""
+"""The fields of a conversation: messages, tools, and arguments of the chat template."""
 
 from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal
@@ -15,7 +15,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class ConversationFields(Strict):
-    """What a chat and the tokenization of one share. Without `tool_choice` the model may call the tools there are."""
+    """Fields that /v1/chat/completions and /tokenize share. Without `tool_choice` the model may call any of `tools`."""
 
     tools: Tools = Field(default_factory=list)
     tool_choice: Choice | None = None
@@ -26,19 +26,19 @@ class ConversationFields(Strict):
 
     @property
     def served_tools(self) -> list[CallableTool]:
-        """The tools without those that are left out."""
+        """The tools that this server can call; tools of other types are left out."""
         return [tool for tool in self.tools if not isinstance(tool, LeftOutTool)]
 
     @property
     def choice(self) -> ToolChoice:
-        """Which tools may or must be called; none where there are none."""
+        """The tool choice in effect: mode `none` without tools, else `tool_choice`, `auto` by default."""
         if not self.served_tools:
             return ToolChoice(mode="none")
         return self.tool_choice or ToolChoice(mode="auto")
 
     @property
     def callable_tools(self) -> list[CallableTool]:
-        """The tools that may be called."""
+        """The tools that the answer may call."""
         names = self.choice.names
         if self.choice.mode == "none":
             return []
@@ -46,13 +46,13 @@ class ConversationFields(Strict):
 
     @property
     def shown_tools(self) -> list[dict[str, Any]]:
-        """The tools that the chat template is told of, as functions."""
+        """The tools that the chat template shows to the model, as functions."""
         if self.choice.mode == "none":
             return []
         return [tool.as_function() for tool in self.served_tools]
 
     def check_conversation(self, messages: Sequence[ChatMessage], most_messages: int, most_tools: int) -> None:
-        """Check what the types of these fields cannot.
+        """Check messages, tools and tool choice for what the field types cannot express.
 
         Raises:
             ApiError: 400 that names the field.
@@ -76,7 +76,7 @@ class ConversationFields(Strict):
             self._check_continued(messages)
 
     def _check_choice(self, wanted: ToolChoice, names: Collection[str]) -> None:
-        """Check that the tools that have to be called are among `names`, the tools that this server calls."""
+        """Check that `tool_choice` names only tools in `names`, the tools that this server can call."""
         left_out = [tool for tool in self.tools if isinstance(tool, LeftOutTool)]
         if wanted.mode == "required" and not names:
             kinds = ", ".join(dict.fromkeys(shown(tool.type) for tool in left_out[:MAX_WARNINGS]))

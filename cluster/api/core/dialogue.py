@@ -1,4 +1,4 @@
-"""The messages of a chat request, put together from the items or blocks of another API, which has more parts."""
+"""Builds the messages of a chat request from the items or blocks of another API."""
 
 from typing import Any
 
@@ -6,9 +6,9 @@ from cluster.api.core.errors import path_of
 
 
 class Dialogue:
-    """Messages in the order in which their parts are added. `origins` says which field each of them came from.
+    """Chat messages, built from parts in order. An assistant's turn (reasoning, text, tool calls) becomes one message.
 
-    What an assistant thought, said and called in one turn is one message, as chat templates write it.
+    `origins` maps the path of each message and part to the path of the field it came from (`origin` in the methods).
     """
 
     def __init__(self) -> None:
@@ -17,7 +17,7 @@ class Dialogue:
         self._turn: dict[str, Any] | None = None
 
     def say(self, role: str, text: str, origin: str, at: str = "content") -> None:
-        """A message with text, or the text of the assistant's turn; it stands in the field `at` of its origin."""
+        """Add a message, or the text of the assistant's turn. The text came from the field `at` of `origin`."""
         if role == "assistant":
             turn = self._assistant(origin, not_after=("content", "tool_calls"))
             turn["content"] = text
@@ -26,13 +26,13 @@ class Dialogue:
         self.origins[f"{self._last}.content"] = path_of(origin, at) if at else origin
 
     def think(self, text: str, origin: str) -> None:
-        """What the assistant thought before what it says or calls next."""
+        """Add the reasoning that precedes the assistant's next text or tool call."""
         turn = self._assistant(origin, not_after=("reasoning_content", "content", "tool_calls"))
         turn["reasoning_content"] = text
         self.origins[f"{self._last}.reasoning_content"] = origin
 
     def call(self, call_id: str, name: str, arguments: str, origin: str, id_at: str) -> None:
-        """A tool that the assistant called; its id stands in the field `id_at` of its origin."""
+        """Add a tool call of the assistant; its id came from the field `id_at` of `origin`."""
         turn = self._assistant(origin, not_after=())
         calls = turn.setdefault("tool_calls", [])
         path = f"{self._last}.tool_calls.{len(calls)}"
@@ -41,13 +41,13 @@ class Dialogue:
         calls.append({"id": call_id, "type": "function", "function": function})
 
     def result(self, call_id: str, text: str, origin: str, id_at: str, at: str) -> None:
-        """What a tool gave back; text and id stand in the fields `at` and `id_at` of its origin."""
+        """Add the result of a tool; text and id came from the fields `at` and `id_at` of `origin`."""
         self._add({"role": "tool", "tool_call_id": call_id, "content": text}, origin)
         self.origins[f"{self._last}.tool_call_id"] = path_of(origin, id_at)
         self.origins[f"{self._last}.content"] = path_of(origin, at)
 
     def end_turn(self) -> None:
-        """What the assistant says next is another message."""
+        """End the assistant's turn: its next part begins a new message."""
         self._turn = None
 
     @property
@@ -61,7 +61,7 @@ class Dialogue:
         return message
 
     def _assistant(self, origin: str, not_after: tuple[str, ...]) -> dict[str, Any]:
-        """The assistant's turn; another one where a part of `not_after` is already in it."""
+        """Return the assistant's open message; a new one if there is none, or it already has a part in `not_after`."""
         turn = self._turn
         if turn is None or any(turn.get(part) for part in not_after):
             turn = self._add({"role": "assistant", "content": ""}, origin)

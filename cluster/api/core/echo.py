@@ -1,4 +1,4 @@
-"""A prompt as an answer repeats it: its text, and where in it each of its tokens begins."""
+"""The prompt in an answer with `echo`: its text, and the offset of each of its tokens."""
 
 import codecs
 from collections.abc import Iterable, Sequence
@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from cluster.tokenizer.tokenizer import TextTokenizer
 
 SLACK = 16
-"""How many characters beyond its own length a token is looked for: what a tokenizer's normalizer leaves out."""
+"""How many characters that the tokenizer's normalizer has removed are skipped, at most, to find the next token."""
 
 
 def text_of(prompt: str | None, ids: Sequence[int], tokenizer: TextTokenizer | None) -> str:
-    """The text of a prompt: that of the client as it came, or else (None) what its tokens say, without a character that
-    they leave unfinished, since the output may go on with that.
+    """Return the text of a prompt: the client's own, or where that is None, the decoded tokens. An unfinished character
+    at the end is left out, since the output may complete it.
     """
     if prompt is not None:
         return prompt
@@ -19,10 +19,10 @@ def text_of(prompt: str | None, ids: Sequence[int], tokenizer: TextTokenizer | N
 
 
 def offsets(text: str, tokens: Iterable[bytes]) -> list[int]:
-    """Where each of `tokens`, which spell `text`, begins in it, in characters.
+    """Return where each token begins in `text`, in characters; `tokens` are the bytes of the tokens of the text.
 
-    A character that is split over tokens begins at its first. A token that is not in the text, as one that the
-    tokenizer puts before it, has no length.
+    A character that is split over several tokens begins at the first of them. A token that is not in the text, such as
+    one that the tokenizer adds, has length 0.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     at, found = 0, []
@@ -31,8 +31,8 @@ def offsets(text: str, tokens: Iterable[bytes]) -> list[int]:
         piece = decoder.decode(raw)
         if text.startswith(piece, at):
             at += len(piece)
-        elif piece.startswith(" ") and text.startswith(piece[1:], at):  # a space that is only in the tokens
+        elif piece.startswith(" ") and text.startswith(piece[1:], at):  # the tokenizer added a space before the text
             at += len(piece) - 1
-        elif (later := text.find(piece, at, at + len(piece) + SLACK)) > at:
+        elif (later := text.find(piece, at, at + len(piece) + SLACK)) > at:  # the normalizer removed characters
             found[-1], at = later, later + len(piece)
     return found

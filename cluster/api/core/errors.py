@@ -1,4 +1,4 @@
-"""Errors in OpenAI's envelope: what went wrong, in which field, with which status. Never a traceback or a file path."""
+"""Errors of all APIs: message, field, status, and OpenAI's envelope. Never a traceback or a file path."""
 
 import json
 import logging
@@ -18,11 +18,11 @@ from cluster.api.proxy.refusals import FULL, held_s
 
 logger = logging.getLogger(__name__)
 
-RETRY_AFTER_S = 1  # where nothing better is known
-RESTART_S = 5.0  # Retry-After where it is not known how long a start takes
+RETRY_AFTER_S = 1  # the least Retry-After of a request refused as overloaded
+RESTART_S = 5.0  # Retry-After where the time that an engine needs to start is unknown
 NOT_FOUND = 404
-CLIENT_GONE = 499  # only for logs and metrics, as in nginx: the client is not there to read it
-MAX_PATH = 200  # characters of a field's path, which may hold a name that the client made up
+CLIENT_GONE = 499  # as in nginx: only logs and metrics see it, since the client has left
+MAX_PATH = 200  # characters of a field's path; limited because clients choose the names in it
 MAX_METHOD = 16
 ELSEWHERE: Mapping[str, str] = {
     "embeddings": "embeddings: its models continue text",
@@ -42,12 +42,12 @@ ELSEWHERE: Mapping[str, str] = {
     "rerank": "reranking",
     "score": "scoring by pairs: prompt_logprobs score a text",
 }
-"""By the first part of a path under /v1: what OpenAI or vLLM serve there."""
-SHOWN_CHARACTERS = 60  # of a refused value, in a message
+"""APIs of OpenAI or vLLM that are missing here, by the first part of their path under /v1; for 404 messages."""
+SHOWN_CHARACTERS = 60  # the most characters of a refused value in a message
 
 
 class ApiError(Exception):
-    """A request that is answered with an error; `param` is the path of the field at fault, as `messages.0.role`."""
+    """An error that is sent to the client; `param` is the path of the wrong field, such as `messages.0.role`."""
 
     def __init__(
         self,
@@ -68,18 +68,18 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def envelope(self) -> dict[str, Any]:
-        """The body of the answer, or the event in a stream that has begun."""
+        """OpenAI's error object: the body of the answer, or the data of an event in a stream that has begun."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
     def response(self, envelope: "Envelope | None" = None) -> Response:
-        """The answer for a request whose stream has not begun, in OpenAI's envelope or another."""
-        # Plain ASCII: a message may quote a lone surrogate that the client sent, which UTF-8 cannot write.
+        """Return the HTTP response, in OpenAI's envelope or another; only before a stream has begun."""
+        # ASCII with escapes: a message may quote a lone surrogate from the client, which UTF-8 cannot encode.
         body = json.dumps(self.envelope() if envelope is None else envelope(self)).encode()
         return Response(body, self.status, media_type="application/json", headers=self.headers)
 
 
 Envelope = Callable[[ApiError], Mapping[str, Any]]
-"""The body of an error in the form of one API."""
+"""A function that makes the body of an error in the form of one API."""
 
 
 class ClientGoneError(Exception):
@@ -87,8 +87,8 @@ class ClientGoneError(Exception):
 
 
 def overloaded(error: Overloaded, whoever: bool = False) -> ApiError:
-    """503 for a full queue; Retry-After says when there is likely to be room. `whoever`: every request would be
-    refused, so the proxy may repeat this answer for a while.
+    """Return a 503 for a full queue; Retry-After says when a request is likely to be admitted. With `whoever` every
+    request would be refused now, so a header lets the proxy repeat this answer for a while.
     """
     held = {FULL.decode(): f"{held_s(error.retry_after_s):.3f}"} if whoever else {}
     return ApiError(
@@ -101,7 +101,7 @@ def overloaded(error: Overloaded, whoever: bool = False) -> ApiError:
 
 
 def unavailable(reason: str, retry_after_s: float = RESTART_S) -> ApiError:
-    """503 with Retry-After for an engine that makes no progress, is lost, or shuts down."""
+    """Return a 503 with Retry-After for an engine that makes no progress, is lost, or shuts down."""
     return ApiError(
         reason,
         status=503,
@@ -112,7 +112,7 @@ def unavailable(reason: str, retry_after_s: float = RESTART_S) -> ApiError:
 
 
 def internal(where: str) -> ApiError:
-    """500 for a failure of the server; its log has the detail, under `where` (a request id or a path)."""
+    """Return a 500 for a failure of the server; the log has the detail under `where` (a request id or a path)."""
     return ApiError(
         f"the server failed to answer this request ({where}); its log has the cause",
         status=500,
@@ -122,7 +122,7 @@ def internal(where: str) -> ApiError:
 
 
 def not_served(method: str, path: str, routes: Sequence[BaseRoute]) -> ApiError:
-    """404 for a path that no route has, which says what there is; for OpenAI's other APIs also what is missing."""
+    """Return a 404 that lists the routes; for another API of OpenAI or vLLM it also names what is missing."""
     first = path.removeprefix("/v1").strip("/").partition("/")[0]
     missing = f"this server has no {ELSEWHERE[first]}; " if path.startswith("/v1/") and first in ELSEWHERE else ""
     served = ", ".join(route.path for route in routes if isinstance(route, Route) and route.path != path)
@@ -131,7 +131,7 @@ def not_served(method: str, path: str, routes: Sequence[BaseRoute]) -> ApiError:
 
 
 def shown(value: Any) -> str:
-    """A refused value as an error message quotes it, cut short; costs no more for a huge value."""
+    """Return a refused value as an error message quotes it, cut short; the cost does not grow with the value."""
     text = ""
     for piece in _pieces(value):
         text += piece
@@ -141,7 +141,7 @@ def shown(value: Any) -> str:
 
 
 def _pieces(value: Any) -> Iterator[str]:
-    """`repr(value)` piece by piece, no piece much longer than is shown."""
+    """Yield `repr(value)` piece by piece; no piece is much longer than `SHOWN_CHARACTERS`."""
     if isinstance(value, str):
         yield repr(value[: SHOWN_CHARACTERS + 1])
     elif isinstance(value, list):
@@ -163,14 +163,14 @@ def _pieces(value: Any) -> Iterator[str]:
 
 
 def path_of(*parts: object) -> str:
-    """The path of a field, as `messages.0.role`, cut short."""
+    """Return the path of a field, such as `messages.0.role`, cut to `MAX_PATH` characters."""
     text = ".".join(str(part)[:MAX_PATH] for part in parts)
     return text if len(text) <= MAX_PATH else text[: MAX_PATH - 3] + "..."
 
 
 def invalid(error: ValidationError, *where: object) -> ApiError:
-    """The first complaint of pydantic as one line that begins with the field's path, in words for a client; `where`
-    is the path of what was validated.
+    """Return pydantic's first complaint as a 400: one line that begins with the field's path, in words for a client.
+    `where` is the path of the value that was validated.
     """
     first = error.errors(include_url=False)[0]
     param = path_of(*where, *first["loc"])
@@ -186,14 +186,14 @@ def invalid(error: ValidationError, *where: object) -> ApiError:
 
 
 def _plain(kind: str, complaint: Mapping[str, Any]) -> str:
-    """What pydantic complains of, in JSON's terms instead of Python's."""
+    """Return pydantic's complaint in JSON's terms instead of Python's."""
     context = complaint.get("ctx", {})
     if kind == "too_short":
         least = context["min_length"]
         return "must not be empty" if least == 1 else f"must have at least {least} items"
     if kind == "too_long":
         return f"must have at most {context['max_length']} items"
-    if kind == "string_pattern_mismatch":  # those of names, which differ in their length alone
+    if kind == "string_pattern_mismatch":  # patterns are [A-Za-z0-9._:-]{1,MOST}, with different limits
         most = context["pattern"].removesuffix("}$").rpartition(",")[2]
         return f"must be 1 to {most} letters, digits or any of . _ : -"
     if kind in PLAIN:
@@ -219,7 +219,7 @@ PLAIN: Mapping[str, str] = {
 
 
 def install(app: FastAPI, envelope_of: Callable[[Scope], Envelope]) -> None:
-    """Answer every error of the app in the envelope of the API that was asked, those of routing included."""
+    """Install the handlers that answer every error, routing errors too, in the envelope of the requested API."""
 
     async def from_routing(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

@@ -1,8 +1,8 @@
-"""Every request field that clients of OpenAI, vLLM and SGLang send, and what becomes of it here.
+"""Every request field that clients of OpenAI, vLLM and SGLang send, and how this server treats it.
 
-Three kinds: honoured (a field of the models in `.protocol`), harmless (it cannot change the answer), and not
-honoured: refused by name unless it has a value that asks for nothing. A field in no table goes through with a warning.
-The other APIs have tables of their own, of the same three kinds.
+A field is honoured (the models in `.protocol` have it), harmless (it cannot change the answer, so it is ignored), or
+refused, unless it has a neutral value, which means "off". A field in no table is ignored with a warning. The other APIs
+have tables of their own, with the same three kinds.
 """
 
 import difflib
@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from cluster.api.core.errors import ApiError, shown
 
 WARNING_HEADER = "x-aerie-warning"
-MAX_WARNINGS = 8  # unknown fields that are named and compared with the known ones; further ones are only counted
-MAX_NAME = 64  # characters of a name that is compared with the known ones: the cost grows with its length
+MAX_WARNINGS = 8  # unknown fields that are named, with a suggestion; further ones are only counted
+MAX_NAME = 64  # a longer name gets no suggestion, since the cost of the search grows with its length
 
 SPELLINGS: dict[str, str] = {
     "rid": "request_id",
@@ -22,7 +22,7 @@ SPELLINGS: dict[str, str] = {
     "data_parallel_rank": "routed_dp_rank",
 }
 
-# They label, meter or route a call, or tune a feature that another field here would have to switch on.
+# They label, meter or route a call, or tune a feature that a refused field would have to switch on.
 HARMLESS = frozenset(
     {
         "user",
@@ -43,7 +43,7 @@ HARMLESS = frozenset(
 )
 
 _EMPTY: tuple[Any, ...] = ("", [], {})
-# Not honoured, with the values (besides null) that ask for nothing and so pass.
+# Not honoured, with the neutral values (besides null), which mean "off" and are accepted.
 REFUSED: dict[str, tuple[Any, ...]] = {
     # Penalties and other changes to the distribution.
     "repeat_penalty": (1,),
@@ -63,7 +63,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "mirostat": (0,),
     "mirostat_mode": (0,),
     "dynatemp_range": (0,),
-    # Other ways to search or to end.
+    # Other ways to search or to stop.
     "best_of": (1,),
     "use_beam_search": (False,),
     "num_beams": (1,),
@@ -191,7 +191,7 @@ REMEDIES: dict[str, str] = {
 
 
 class FieldTable(NamedTuple):
-    """What an API's fields are beside the honoured ones. `refused` has the values that ask for nothing."""
+    """How an API treats the fields that it does not honour. `refused` maps each field to its neutral values."""
 
     harmless: Collection[str]
     refused: Mapping[str, tuple[Any, ...]]
@@ -204,10 +204,10 @@ GENERATION = FieldTable(HARMLESS, REFUSED, REMEDIES)
 def sort_fields(
     body: Mapping[str, Any], honoured: Collection[str], table: FieldTable = GENERATION
 ) -> tuple[dict[str, Any], list[str]]:
-    """The honoured fields that are not null, under the server's spelling, and warnings about unknown fields.
+    """Return the honoured fields that are not null, in the server's spelling, and warnings about unknown fields.
 
     Raises:
-        ApiError: 400 naming a known field that is not honoured and asks for something.
+        ApiError: 400 for a refused field whose value is not neutral, or a field sent in two spellings that differ.
     """
     kept: dict[str, Any] = {}
     warnings = []
@@ -238,7 +238,7 @@ def _warning(name: str, honoured: Collection[str]) -> str:
 
 
 def warning_headers(warnings: list[str]) -> dict[str, str]:
-    """The warnings as one response header in plain ASCII; no header without warnings."""
+    """Return the warnings as one response header in ASCII; {} without warnings."""
     if not warnings:
         return {}
     return {WARNING_HEADER: "; ".join(warnings).encode("ascii", "backslashreplace").decode("ascii")}
@@ -253,5 +253,5 @@ def _refusal(name: str, value: Any, table: FieldTable) -> ApiError:
 
 
 def _same(value: Any, neutral: Any) -> bool:
-    """Equality of JSON values: 1 and 1.0 are equal, 0 and false are not."""
+    """Whether two JSON values are equal: 1 equals 1.0, but 0 does not equal false."""
     return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)

@@ -1,4 +1,4 @@
-"""Grammars of requests, compiled beside the event loop and beside the engine."""
+"""Compiles the grammars of requests, in a process of its own, away from the event loop and the engine."""
 
 import asyncio
 import logging
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class Grammars:
-    """Compiles what requests ask for, over the tokens of the model that is served."""
+    """Compiles grammars for the vocabulary of the served model."""
 
     def __init__(self, tokenizer: ChatTokenizer | None, model: ModelInfo) -> None:
         self._tokenizer, self._model = tokenizer, model
@@ -24,7 +24,7 @@ class Grammars:
         self._warming: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Start what compiles, beside the caller, so that the first request with a grammar does not wait for it.
+        """Start the compiler in the background, so that the first request with a grammar does not wait for it.
 
         Needs a running event loop.
         """
@@ -32,17 +32,18 @@ class Grammars:
             self._made(self._tokenizer)
 
     async def compiled(self, constraint: OutputConstraint) -> str:
-        """The grammar of a constraint as ranks read it: it compiles.
+        """Return the compiled grammar of a constraint, as the ranks read it.
 
         Raises:
-            ApiError: 400 that names the field: the grammar is not honoured, or not over this tokenizer. 503 with
-                Retry-After: it cannot be compiled now.
+            ApiError: 400 that names the field if the grammar is not honoured, or not with this tokenizer; 503 with
+                Retry-After if it cannot be compiled now.
         """
         field = constraint.field
         if self._tokenizer is None:
             message = f"{field}: this model is served without a tokenizer, which a grammar needs; leave it out"
             raise ApiError(message, param=field, code="unsupported_parameter")
         try:
+            # Shielded: other requests wait for the same task, so one that is cancelled must not cancel it.
             compiler = await asyncio.shield(self._made(self._tokenizer))
             return await compiler.compile(constraint.grammar)
         except GrammarError as error:
@@ -67,7 +68,7 @@ class Grammars:
             making.result().close()
 
     def _made(self, tokenizer: ChatTokenizer) -> "asyncio.Task[Compiler]":
-        """The compiler, made once: reading a large vocabulary takes tenths of a second."""
+        """Return the task that makes the compiler, once: reading a large vocabulary takes tenths of a second."""
         if self._making is None:
             self._making = asyncio.create_task(self._make(tokenizer))
             self._making.add_done_callback(_looked_at)
@@ -81,6 +82,6 @@ class Grammars:
 
 
 def _looked_at(making: "asyncio.Task[Compiler]") -> None:
-    """Take note of an error that nobody may ever wait for; who asks for a grammar gets it."""
+    """Log an error that no request may ever await; a request with a grammar gets it as its answer."""
     if not making.cancelled() and (error := making.exception()) is not None:
         logger.info("no output can be held to a grammar: %s", error)

@@ -1,4 +1,4 @@
-"""The outputs of the requests of one call as they come, and those that the engine has no room for until it has."""
+"""Merges the outputs of the requests of one call; a request that finds the queue full waits for the others."""
 
 import asyncio
 from collections import deque
@@ -11,11 +11,11 @@ from cluster.request import Request, SequenceOutput
 
 
 async def merged(engine: EngineClient, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, SequenceOutput], None]:
-    """Each output with the place of its request. Closing it, or a failure of one request, aborts all of them.
+    """Yield (index of the request, output). Closing the generator, or a failure of one request, aborts all of them.
 
-    A call is refused where none of its requests is taken. One of many that is refused while others of the call are with
-    the engine waits for these: a queue that is full of a call's own requests is no reason to refuse the call, and would
-    be as full the next time.
+    A request that finds the queue full is tried again when another request of the call gets its first output or ends.
+    A queue full of the call's own requests is no reason to refuse the call: a retry would fill it again. The call is
+    refused only when none of its requests is with the engine.
 
     Raises:
         ApiError: 503 when the queue is full or the engine ends, 400 when it refuses a request.
@@ -55,17 +55,17 @@ async def merged(engine: EngineClient, requests: Sequence[Request]) -> AsyncGene
 
 
 class _Turns:
-    """Which requests of a call wait until there is room for them: each may try again when another moves."""
+    """Requests of a call that found the queue full; one is woken when another gets its first output or ends."""
 
     def __init__(self, count: int) -> None:
-        self._there = count  # with the engine, or on their way to it
+        self._there = count  # requests that are with the engine, or are being submitted
         self._waiting: deque[asyncio.Event] = deque()
 
     async def wait(self, refusal: ApiError) -> None:
-        """Wait for one's next turn.
+        """Wait until another request of the call gets its first output or ends.
 
         Raises:
-            ApiError: the refusal, where no other request of the call is with the engine.
+            ApiError: the refusal, where no other request of the call is with the engine, so that nothing would wake it.
         """
         self._there -= 1
         if not self._there:
@@ -75,19 +75,19 @@ class _Turns:
         await turn.wait()
 
     def moved(self) -> None:
-        """A request had its first token, or is over: there may be room for another."""
+        """Wake one waiting request: another one got its first output or ended, so the queue may have a place."""
         if self._waiting:
             self._there += 1
             self._waiting.popleft().set()
 
     def ended(self) -> None:
-        """A request is over."""
+        """Call when a request has ended: it wakes a waiting one, and counts one less."""
         self.moved()
         self._there -= 1
 
 
 async def _outputs(engine: EngineClient, request: Request, turns: _Turns) -> AsyncGenerator[SequenceOutput, None]:
-    """One request's outputs; the engine's iterator is always closed, which aborts what still runs."""
+    """Yield one request's outputs. The engine's iterator is always closed, which aborts a request that still runs."""
     begun = False
     while True:
         stream = engine.generate(request)
@@ -104,7 +104,7 @@ async def _outputs(engine: EngineClient, request: Request, turns: _Turns) -> Asy
         except Unavailable as error:
             raise unavailable(str(error), error.retry_after_s) from None
         except ValueError as error:
-            name, colon, _ = str(error).partition(": ")  # a message that begins with a field's name blames that field
+            name, colon, _ = str(error).partition(": ")  # "FIELD: MESSAGE" blames a field
             blamed = name if colon and name.isidentifier() else None
             raise ApiError(str(error), param=blamed, code="invalid_value") from None
         finally:

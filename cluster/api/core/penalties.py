@@ -1,4 +1,4 @@
-"""The fields of a request that adjust its logits, in the spellings of OpenAI, vLLM and SGLang."""
+"""The request fields that adjust logits, named as by OpenAI, vLLM and SGLang."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -11,11 +11,11 @@ from cluster.api.core.service import RequestLimits
 from cluster.request import MOST, LogitAdjustments
 from cluster.tokenizer.tokenizer import TextTokenizer
 
-MOST_BIAS = 100
+MOST_BIAS = 100  # the largest absolute value in logit_bias, as at OpenAI
 
 
 def _biases(value: Any) -> Any:
-    """Token ids, which JSON has as strings where they are keys, as numbers; the first mistake ends it."""
+    """Return `logit_bias` with integer keys, which JSON can only write as strings; stops at the first wrong entry."""
     if not isinstance(value, Mapping):
         raise ValueError(f"must map token ids to numbers, got {shown(value)}")
     made = {}
@@ -32,7 +32,7 @@ Bias = Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)]
 
 
 class PenaltyFields(Strict):
-    """Penalties, biases and bans; each says by its default that it is off."""
+    """Penalties, biases and banned tokens; the default of each field means off."""
 
     presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
     frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
@@ -45,7 +45,7 @@ class PenaltyFields(Strict):
     min_tokens: int = Field(default=0, ge=0, lt=MOST)
 
     def check_adjustments(self, vocab_size: int, limits: RequestLimits) -> None:
-        """Check what the types of these fields cannot.
+        """Check what the types of these fields cannot express: token ids and limits.
 
         Raises:
             ApiError: 400 that names the field.
@@ -65,9 +65,8 @@ class PenaltyFields(Strict):
                 raise ApiError(f"{name}: {message}", param=name, code="invalid_value")
 
     def adjustments(self, tokenizer: TextTokenizer | None, vocab_size: int) -> LogitAdjustments | None:
-        """The adjustments that are asked for; None if there are none. Bad words are banned as the tokens that they are
-        at the beginning of a text and, where that differs, after a space; one with a token that the model does not have
-        cannot come.
+        """Return the requested adjustments, or None. A bad word is banned as it is tokenized at the start of a text,
+        and after a space where that differs. A word with a token beyond the vocabulary cannot be generated anyway.
         """
         words = []
         for word in self.bad_words if tokenizer is not None else ():

@@ -1,6 +1,6 @@
-"""The requests this server honours, in OpenAI's names with vLLM's and SGLang's extensions.
+"""Bodies of /v1/completions, /v1/chat/completions, /tokenize and /detokenize, in OpenAI's, vLLM's and SGLang's names.
 
-What is not honoured is in `.fields`; what a prompt or a message may be, in `.content`.
+`.fields` lists the fields that are not honoured; `.content` defines prompts and messages.
 """
 
 import hashlib
@@ -19,10 +19,10 @@ from cluster.api.core.service import ModelInfo, RequestLimits
 from cluster.request import GREEDY_BELOW, RequestParams, signed_seed
 
 MAX_TEMPERATURE = 100.0
-NO_SEED = -1  # what clients of vLLM send for none
+NO_SEED = -1  # what vLLM's clients send for "no seed"
 Prompts = str | list[str] | list[int] | list[list[int]]
 Stops = str | list[str]
-# A client may send lists of any length, so their validation ends at the first mistake.
+# Validation stops at the first wrong item, since a client may send a list of any length.
 Ids = Annotated[list[int], FailFast()]
 
 
@@ -38,8 +38,8 @@ def check_model(model: ModelInfo, asked: str | None) -> None:
 
 
 class StreamOptions(Strict):
-    """`continuous_usage_stats` puts the usage so far into every chunk. `include_obfuscation` is taken and does nothing:
-    it adds noise to hide how long chunks are, of which the tokens of a step tell more.
+    """`stream_options`. `continuous_usage_stats` puts the usage so far into every chunk. `include_obfuscation` is taken
+    and does nothing: padding would hide the length of a chunk, but the number of tokens in a step tells more than that.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -50,8 +50,8 @@ class StreamOptions(Strict):
 
 
 def too_long(model: ModelInfo, prompt: int, wanted: int) -> str:
-    """That a request does not fit, in the sentences by which clients know it: OpenAI's, which LiteLLM looks for, and
-    Anthropic's two, by which its clients shorten a prompt or ask for less.
+    """Return the message for a request that does not fit: `prompt` + `wanted` tokens. Clients search for its sentences:
+    LiteLLM for OpenAI's; Anthropic's clients for Anthropic's two, to shorten the prompt or lower `max_tokens`.
     """
     has = f"this model's maximum context length is {model.context_length} tokens"
     if model.room < model.context_length:
@@ -62,7 +62,7 @@ def too_long(model: ModelInfo, prompt: int, wanted: int) -> str:
 
 
 class GenerationFields(PenaltyFields):
-    """What both endpoints share."""
+    """The fields that /v1/completions and /v1/chat/completions share."""
 
     response_format: Any = None
     structured_outputs: Any = None
@@ -103,26 +103,26 @@ class GenerationFields(PenaltyFields):
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
     def filled(self, defaults: Mapping[str, float]) -> Self:
-        """The same, with `defaults` for what was left out."""
+        """Return this request with `defaults` for the fields that the client left out."""
         missing = {name: value for name, value in defaults.items() if name not in self.model_fields_set}
         return self.model_copy(update=missing) if missing else self
 
     def top_logprobs_wanted(self) -> int | None:
-        """How many alternatives beside each token's log-probability; None for no log-probabilities."""
+        """How many alternatives to report with each output token's log-probability; None for no log-probabilities."""
         raise NotImplementedError
 
     @property
     def samples(self) -> int:
-        """How many outputs each prompt gets, whether or not all of them are answered."""
+        """How many outputs are generated for each prompt; with `best_of` not all of them are returned."""
         return self.n
 
     def prompt_logprobs_wanted(self) -> int | None:
-        """How many alternatives beside the log-probability of each token of the prompt; None for none of these."""
+        """How many alternatives to report with each prompt token's log-probability; None for no log-probabilities."""
         return self.prompt_logprobs
 
     def kept(self, ids: tuple[int, ...], room: int, default_tokens: int) -> tuple[int, ...]:
-        """The tokens of a prompt that are left by `truncate_prompt_tokens`: its last ones. With -1 they are as many as
-        fit into `room` tokens beside the output, or where that may have any length, beside one token.
+        """Return the last tokens of a prompt, as many as `truncate_prompt_tokens` keeps. -1 keeps as many as fit into
+        `room` next to an output of `max_tokens`, else of `default_tokens`, else (if that is the whole context) of one.
         """
         most = self.truncate_prompt_tokens
         if most is not None and most < 0:
@@ -132,11 +132,11 @@ class GenerationFields(PenaltyFields):
         return ids if most is None else ids[-most:]
 
     def sequences(self) -> int:
-        """How many sequences are asked for."""
+        """How many sequences the request returns: prompts times `n`."""
         return self.n
 
     def constraint(self) -> OutputConstraint | None:
-        """What is asked of the form of the output.
+        """The grammar or schema that the output must follow; None for free text.
 
         Raises:
             ApiError: as `constraint_of`.
@@ -144,7 +144,7 @@ class GenerationFields(PenaltyFields):
         return constraint_of({name: getattr(self, name) for name in (*NAMES, *FIELDS)})
 
     def check(self, model: ModelInfo, limits: RequestLimits) -> None:
-        """Check what the types of the fields cannot.
+        """Check what the field types cannot express: limits, and fields that contradict each other.
 
         Raises:
             ApiError: 404 for another model, 400 for a value beyond a limit or fields that contradict each other.
@@ -200,12 +200,14 @@ class GenerationFields(PenaltyFields):
                 raise ApiError(f"{name}: {message}", param=name, code="invalid_value")
 
     def sampling(self, model: ModelInfo, prompt_tokens: int, default_tokens: int, prompt: str) -> RequestParams:
-        """Sampling settings for one prompt; `prompt` is the field to blame when it leaves no room by itself. Without
-        `max_tokens` the output may have `default_tokens`, or as many as fit. Adjustments are left to the caller.
+        """Return the sampling parameters for one prompt; the caller adds seed, logit adjustments and grammar.
+
+        `prompt` is the path of the field that an error names when the prompt alone fills the context. Without
+        `max_tokens` the output may have `default_tokens`, or as many as fit where that is less.
 
         Raises:
-            ApiError: 400 when prompt and output do not fit into the context, or the KV cache, together, or the output
-                cannot have `min_tokens`.
+            ApiError: 400 when prompt and output together exceed the context or the KV cache, or when `min_tokens` is
+                larger than the output may be.
         """
         room = model.room - prompt_tokens
         asked = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
@@ -236,10 +238,11 @@ class GenerationFields(PenaltyFields):
         )
 
     def seed_of(self, sample: int) -> int | None:
-        """The seed of sample i of a prompt: the request's own for the first, one derived from it for the others.
+        """Return the seed of output number `sample` of a prompt: the request's own for 0, a derived one for the others.
 
-        None without a seed, or with -1, as vLLM has it: the router draws one for each sequence that it admits, from the
-        server's `random_seed`. Other seeds are taken modulo 2**64, so 2**64 - 1 is a seed, the one whose bits -1 has.
+        None where the request has no seed, or -1, which vLLM also reads as none. The router then draws a seed for each
+        sequence it admits, from the server's `random_seed`. Other seeds are taken modulo 2**64, so 2**64 - 1 is a valid
+        seed: the one with the bits of -1.
         """
         if self.seed is None or self.seed == NO_SEED:
             return None
@@ -247,14 +250,14 @@ class GenerationFields(PenaltyFields):
         if sample == 0:
             return seed
         digest = hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "big") >> 1
+        return int.from_bytes(digest, "big") >> 1  # 63 bits: a signed 64-bit seed
 
 
 class CompletionRequest(GenerationFields):
     """The body of /v1/completions; `logprobs` is the number of alternatives to report.
 
-    With `echo` the text and its log-probabilities begin with those of the prompt. Of `best_of` outputs the `n` of the
-    highest log-probability are answered. `max_tokens` 0 asks for nothing but the prompt.
+    With `echo` the text and its log-probabilities begin with those of the prompt. `best_of` outputs are generated, and
+    the `n` with the highest total log-probability are returned. With `max_tokens` 0 only the prompt is processed.
     """
 
     max_tokens: int | None = Field(default=None, ge=0)
@@ -265,21 +268,21 @@ class CompletionRequest(GenerationFields):
     add_special_tokens: bool = True
 
     def top_logprobs_wanted(self) -> int | None:
-        """The value of `logprobs` itself."""
+        """Return the value of `logprobs`."""
         return self.logprobs
 
     @property
     def samples(self) -> int:
-        """The value of `best_of`, or of `n` without it."""
+        """The value of `best_of`; without `best_of` that of `n`."""
         return self.best_of or self.n
 
     def prompt_logprobs_wanted(self) -> int | None:
-        """As many as the prompt's own field or its echo needs."""
+        """The larger of `prompt_logprobs` and, with `echo`, `logprobs`; None where neither is set."""
         echoed = self.logprobs if self.echo else None
         return max((most for most in (self.prompt_logprobs, echoed) if most is not None), default=None)
 
     def check(self, model: ModelInfo, limits: RequestLimits) -> None:
-        """Check `best_of` too."""
+        """Check the shared fields, and `best_of`."""
         super().check(model, limits)
         best, n = self.best_of or self.n, self.n
         checks = (
@@ -292,18 +295,18 @@ class CompletionRequest(GenerationFields):
                 raise ApiError(f"best_of: {message}", param="best_of", code="invalid_value")
 
     def sampling(self, model: ModelInfo, prompt_tokens: int, default_tokens: int, prompt: str) -> RequestParams:
-        """As in `GenerationFields`; to choose between outputs, their log-probabilities are needed."""
+        """As in `GenerationFields`; `best_of` turns log-probabilities on, since they rank the outputs."""
         params = super().sampling(model, prompt_tokens, default_tokens, prompt)
         return replace(params, logprobs=params.logprobs or 0) if self.samples > self.n else params
 
     def sequences(self) -> int:
-        """`n` of each prompt."""
+        """`n` for each prompt."""
         return self.n * len(self.prompt)
 
 
 class ChatRequest(ConversationFields, GenerationFields):
-    """The body of /v1/chat/completions. What is thought is left out without `include_reasoning`, and is a part of the
-    answer's text without `separate_reasoning`.
+    """The body of /v1/chat/completions. With `include_reasoning` false the answer has no reasoning. With
+    `separate_reasoning` false the reasoning stays in the text of the answer.
     """
 
     messages: Messages = Field(min_length=1)
@@ -315,11 +318,11 @@ class ChatRequest(ConversationFields, GenerationFields):
     add_special_tokens: bool = False
 
     def top_logprobs_wanted(self) -> int | None:
-        """None unless `logprobs` is true."""
+        """Return `top_logprobs`, 0 by default, where `logprobs` is true; else None."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def check(self, model: ModelInfo, limits: RequestLimits) -> None:
-        """Check the messages and the tools too."""
+        """Check the shared fields, the messages and the tools."""
         super().check(model, limits)
         if self.top_logprobs and not self.logprobs:
             raise ApiError("top_logprobs: needs logprobs: true", param="top_logprobs", code="invalid_value")
@@ -336,19 +339,19 @@ class TokenizeRequest(ConversationFields):
 
     @property
     def special(self) -> bool:
-        """Whether special tokens are added; by default to a prompt, as templates write their own."""
+        """Whether special tokens are added; by default to a prompt only, since a chat template writes its own."""
         return not self.messages if self.add_special_tokens is None else self.add_special_tokens
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> tuple[Self, list[str]]:
-        """The request and warnings; exactly one of prompt and messages has to be there."""
+        """Return the request and warnings. Exactly one of `prompt` and `messages` must be sent."""
         fields, warnings = super().read(body)
         if (fields.prompt is None) == (not fields.messages):
             raise ApiError("prompt: send either prompt or messages", param="prompt", code="invalid_value")
         return fields, warnings
 
     def check(self, model: ModelInfo, limits: RequestLimits) -> None:
-        """Check what the types of the fields cannot; see `GenerationFields.check`."""
+        """Check the model name and the messages; raises like `GenerationFields.check`."""
         check_model(model, self.model)
         if self.messages:
             self.check_conversation(self.messages, limits.messages, limits.tools)

@@ -1,4 +1,4 @@
-"""What the REST layer is given: an engine, a model, a tokenizer, metrics. Ray is not imported here."""
+"""Interfaces of what the REST layer uses (engine, model, tokenizer, metrics), and its limits. Does not import Ray."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,9 +15,9 @@ from cluster.observability.metrics import ServingMetrics
 class ModelInfo:
     """The one model that is served. `created` is Unix seconds.
 
-    `context_length` counts prompt and output tokens together; `kv_room` is how many of them the KV cache of a rank
-    holds for one request, where that is less. `vocab_size` bounds the token ids of a prompt; `eos_token_ids` end an
-    output. `sampling` are fields of requests that leave them out, as the model's makers would have it sampled.
+    `context_length` is the most tokens, prompt and output together. `kv_room` is how many tokens the KV cache of a rank
+    can hold for one request, where that is less. Token ids of a prompt lie below `vocab_size`; `eos_token_ids` end an
+    output. `sampling` has the defaults of request fields that are left out, as recommended by the model's makers.
     """
 
     model_id: str
@@ -30,24 +30,24 @@ class ModelInfo:
 
     @property
     def room(self) -> int:
-        """The most tokens, prompt and output together, that one request can have."""
+        """The most tokens of one request, prompt and output together: the context, or less if the KV cache is small."""
         return self.context_length if self.kv_room is None else min(self.context_length, self.kv_room)
 
 
-LEAST_BODY = 1 << 20
-BODY_BYTES_PER_TOKEN = 32  # of the context; a token of text is 3 to 5 bytes, or 6 per character that JSON escapes
-BODIES_HELD = 128
+LEAST_BODY = 1 << 20  # bytes
+BODY_BYTES_PER_TOKEN = 32  # per token of the context; a token is 3 to 5 bytes of text, or 6 per JSON-escaped character
+BODIES_HELD = 128  # how many bodies of full length may be in memory at once
 LEAST_MESSAGES = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What one call may ask for; more is a 400 (413 and 408 for the body). Shown by /server_info."""
+    """Limits of one call, shown by /server_info. Exceeding one is a 400; for the body a 413, 408 (time) or 503."""
 
     body_bytes: int = LEAST_BODY
-    held_bytes: int = BODIES_HELD * LEAST_BODY  # of all bodies that are being read and encoded; beyond it, a 503
-    body_grace_s: float = GRACE_S  # a body must arrive within body_grace_s,
-    body_bytes_per_s: int = BYTES_PER_S  # plus a second for each body_bytes_per_s bytes
+    held_bytes: int = BODIES_HELD * LEAST_BODY  # of all bodies being read and encoded; beyond it, a 503
+    body_grace_s: float = GRACE_S  # a body must arrive within body_grace_s + (bytes so far) / body_bytes_per_s
+    body_bytes_per_s: int = BYTES_PER_S
     choices: int = 128  # n
     sequences: int = 128  # prompts * n
     messages: int = LEAST_MESSAGES
@@ -57,33 +57,33 @@ class RequestLimits:
     stop_token_ids: int = 64
     bad_words: int = 64
     logprobs: int = 20
-    prompt_logprobs: int = 1 << 18  # of all prompts of a call: their tokens, times the alternatives and itself
+    prompt_logprobs: int = 1 << 18  # of a call: tokens of all its sequences' prompts * (1 + alternatives)
     default_completion_tokens: int = (
-        16  # max_tokens of /v1/completions when it is left out, as OpenAI has it; for chat: what fits
+        16  # default max_tokens of /v1/completions, as at OpenAI; a chat may fill the context
     )
 
     @classmethod
     def of(cls, context_length: int) -> Self:
-        """The limits that follow from a model's context length in tokens.
+        """Return the limits that follow from a model's context length in tokens.
 
-        A body may have 32 bytes per token, and always 1 MiB: a full context fits also as token ids (at most 9 bytes
-        each) and as text that JSON escapes. A conversation may have one message per 4 tokens, which the frame
-        of a message takes in the usual chat formats, and always 1,024.
+        A body may have 32 bytes per token, and always 1 MiB. So a full context fits, also as token ids (at most 9 bytes
+        each) or as text that JSON escapes. A conversation may have one message per 4 tokens, and always 1,024: in the
+        usual chat formats the markers around a message alone take 4 tokens.
         """
         body = max(LEAST_BODY, BODY_BYTES_PER_TOKEN * context_length)
         return cls(body_bytes=body, held_bytes=BODIES_HELD * body, messages=max(LEAST_MESSAGES, context_length // 4))
 
 
 class GrammarCompiler(Protocol):
-    """Compiles what requests ask of the form of their output; see `cluster.api.core.grammars.Grammars`."""
+    """Compiles the grammars that constrain outputs; implemented by `cluster.api.core.grammars.Grammars`."""
 
     async def compiled(self, constraint: OutputConstraint) -> str:
-        """The compiled grammar of a constraint, or an `ApiError` that names its field."""
+        """Return the compiled grammar of a constraint, or raise an `ApiError` that names its field."""
         ...
 
 
 class Served(Protocol):
-    """What a request is read against."""
+    """What is needed to read and validate a request: model, tokenizer, grammar compiler."""
 
     @property
     def model(self) -> ModelInfo:
@@ -92,26 +92,26 @@ class Served(Protocol):
 
     @property
     def tokenizer(self) -> ChatTokenizer | None:
-        """None when the model's folder has no tokenizer: then prompts are token ids."""
+        """The tokenizer; None when the model's folder has none, so that prompts must be token ids."""
         ...
 
     @property
     def grammars(self) -> GrammarCompiler:
-        """Compiles what constrains an output."""
+        """The compiler of the grammars that constrain outputs."""
         ...
 
 
 class Service(Served, Protocol):
-    """Everything the routes use; looked up on every call, so parts may become available after the app is made."""
+    """Everything the routes use. They read the properties on every call, so parts may appear after the app is made."""
 
     @property
     def engine(self) -> EngineClient:
-        """The gang, or the client of several."""
+        """The client of one gang, or of several gangs."""
         ...
 
     @property
     def metrics(self) -> ServingMetrics:
-        """The instruments of this replica."""
+        """The metrics of this replica."""
         ...
 
     async def samples(self) -> list[bytes]:

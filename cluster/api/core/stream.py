@@ -1,4 +1,4 @@
-"""Server-sent events, and work that ends when its client leaves."""
+"""Server-sent events (SSE), and work that is cancelled when its client leaves."""
 
 import asyncio
 import json
@@ -17,17 +17,17 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
-"""Of Unicode, which are no ends of lines in events, but to clients that split these as Python splits a string."""
+"""Unicode line ends, as JSON escapes. SSE does not end a line at them, but clients that use `str.splitlines` do."""
 DONE = b"data: [DONE]\n\n"
-ALIVE = b": alive\n\n"  # a comment, which readers of events pass over
+ALIVE = b": alive\n\n"  # an SSE comment, which clients ignore
 ALIVE_AFTER_S = 10.0
-"""How long a stream is silent before it says that it goes on. Clients give up after 20 s to 300 s without a byte, load
-balancers after 60; a long call, or thought that is not shown, takes longer.
+"""Seconds of silence before a stream sends a keep-alive. Clients give up after 20 to 300 s without a byte, load
+balancers after 60 s. A long tool call, which is sent only when complete, and hidden reasoning can take longer.
 """
 
 
 def json_bytes(data: Any) -> bytes:
-    """JSON in UTF-8 without spaces."""
+    """Return `data` as compact JSON in UTF-8."""
     return _json(data).encode()
 
 
@@ -36,16 +36,16 @@ def _json(data: Any) -> str:
 
 
 def event(data: Mapping[str, Any], name: str = "") -> bytes:
-    """One event of a stream; the APIs that name their events give a `name`."""
+    """Return one event as bytes; `name` is for the APIs that name their events."""
     text = _json(data)
     text = text if text.isascii() else text.translate(LINE_ENDS)
     return (f"event: {name}\n" if name else "").encode() + b"data: " + text.encode() + b"\n\n"
 
 
 async def until_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client closes the connection.
+    """Return the result of `work`, which is cancelled when the client closes the connection.
 
-    Call it after the body has been read: then all that can be received is the disconnect.
+    Call it only after the body has been read: then the next message from `receive` can only be the disconnect.
 
     Raises:
         ClientGoneError: the client left first.
@@ -69,9 +69,9 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """A stream of events. However it ends, `events` and their `source` are closed before the call returns.
+    """An SSE response. However the stream ends, `events` and their `source` are closed before the call returns.
 
-    `failed` makes the events that tell of an error after the stream has begun; `alive` is sent where it is silent.
+    `failed` makes the events that report an error after the stream has begun; `alive` is the keep-alive.
     """
 
     media_type = "text/event-stream"
@@ -93,7 +93,7 @@ class EventStream(Response):
         self._sent_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events as they come; stop when the client leaves, also while a send to it is blocked."""
+        """Send the events as they come. Stop when the client leaves, even while a send is blocked."""
         async with aclosing(self._source), aclosing(self._events):
             try:
                 await until_client_leaves(receive, self._send(send))
@@ -122,7 +122,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _stay_alive(self, send: Send) -> None:
-        """Say so whenever nothing has been sent for a while."""
+        """Send a keep-alive whenever nothing has been sent for `ALIVE_AFTER_S`."""
         loop = asyncio.get_running_loop()
         while True:
             left = self._sent_at + ALIVE_AFTER_S - loop.time()
@@ -131,5 +131,5 @@ class EventStream(Response):
                 try:
                     await send({"type": "http.response.body", "body": self._alive, "more_body": True})
                 except OSError:
-                    return  # the client has left, as the stream will find
+                    return  # the client has left; the next send of `_send` fails in the same way
             await asyncio.sleep(left)

@@ -1,8 +1,7 @@
-"""A conversation through a chat template that takes less than a client may send.
+"""Renders a conversation even where the chat template does not support its form.
 
-Some templates refuse a second message of the system's, or two calls in one message; others leave out of the prompt what
-they have no place for, without a word. So a conversation that is refused, or loses a text of the system's, is put to
-the template once more in forms that mean the same.
+Some templates refuse a second system message, or two calls in one message; others silently leave out of the prompt what
+they do not support. So a conversation that is refused, or loses a system text, is rendered again in equivalent forms.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,14 +11,14 @@ from jinja2 import TemplateError
 
 Messages = list[dict[str, Any]]
 ORDERING = ("system", "developer")
-"""The roles whose texts say how to answer."""
+"""Roles whose messages are instructions; `rendered` checks that none of these texts is lost."""
 
 
 def rendered(render: Callable[[Messages], str], messages: Messages) -> tuple[str, list[str]]:
-    """The text that `render` makes of the messages, or of a form of them of which nothing is lost; and warnings.
+    """Return the text of the first form that loses no instruction, else of the first accepted form; and warnings.
 
     Raises:
-        TemplateError: of the messages as they are, where no form of them is taken.
+        TemplateError: the template refuses every form; the error is that of the original messages.
     """
     refusal: TemplateError | None = None
     found: tuple[str, list[str]] | None = None
@@ -41,7 +40,7 @@ def rendered(render: Callable[[Messages], str], messages: Messages) -> tuple[str
 
 
 def _forms(messages: Messages) -> Iterator[Messages]:
-    """The messages as they are, and each other form of them once."""
+    """Yield the original messages, then each different equivalent form."""
     tried: list[Messages] = []
     for form in (
         messages,
@@ -55,14 +54,14 @@ def _forms(messages: Messages) -> Iterator[Messages]:
 
 
 def with_one_system(messages: Messages) -> Messages:
-    """The same messages with all texts of the system's and the developer's in one, the first, as the system's."""
+    """Return the messages with all system and developer texts joined into one system message at the beginning."""
     said = [each["content"] for each in messages if each["role"] in ORDERING]
     others = [each for each in messages if each["role"] not in ORDERING]
     return [{"role": "system", "content": "\n\n".join(said)}, *others] if said else others
 
 
 def one_call_each(messages: Messages) -> Messages:
-    """The same messages with each call in one of its own, before its result."""
+    """Return the messages with each tool call in a message of its own, before its result."""
     made: Messages = []
     rest = list(messages)
     while rest:
@@ -71,6 +70,7 @@ def one_call_each(messages: Messages) -> Messages:
         results = _results(rest) if len(calls) > 1 else []
         for at, call in enumerate(calls if len(calls) > 1 else ()):
             first = message if at == 0 else {"role": message["role"], "content": ""}
+            # Results are matched by id; where no id matches, they are taken in order.
             own = [each for each in results if each.get("tool_call_id") == call.get("id")] or results[:1]
             made += [{**first, "tool_calls": [call]}, *own]
             results = [each for each in results if each not in own]
@@ -79,7 +79,7 @@ def one_call_each(messages: Messages) -> Messages:
 
 
 def _results(rest: Messages) -> Sequence[dict[str, Any]]:
-    """The results of tools that the messages begin with, taken from them."""
+    """Remove the tool results at the beginning of `rest` and return them."""
     results: Messages = []
     while rest and rest[0]["role"] == "tool":
         results.append(rest.pop(0))

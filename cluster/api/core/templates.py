@@ -1,4 +1,4 @@
-"""What a model's chat template reads of a request, and how a conversation is handed to it."""
+"""The arguments that a model's chat template gets, and the checkpoint files that may hold a template."""
 
 import json
 import re
@@ -15,29 +15,30 @@ from cluster.config import ConfigError
 CODE = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
 QUOTED = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"")
 WORD = re.compile(r"(?<![.\w])[a-z_]+(?![\w(])")
+# Arguments of transformers' `apply_chat_template` that are not allowed in chat_template_kwargs.
 TAKEN = frozenset({"tokenize", "chat_template", "conversation", "messages", "tools", "documents", "return_dict"})
-# What switches the thinking off, in templates that read it.
+# Template variables that switch reasoning off when they are false.
 SWITCHES = ("enable_thinking", "thinking")
 
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """A chat template's text, and the variables in it."""
+    """The text of a chat template, and the lower-case identifiers in its code: `words` has all its variables."""
 
     text: str
     words: frozenset[str]
 
     @classmethod
     def of(cls, template: Any) -> "ChatTemplate":
-        """The template of a tokenizer: a text, or several by name."""
+        """Read the `chat_template` of a tokenizer: one text, or a mapping from names to texts."""
         text = "\n".join(template.values()) if isinstance(template, Mapping) else str(template or "")
         return cls(text, frozenset(word for code in CODE.findall(text) for word in WORD.findall(QUOTED.sub("", code))))
 
     def arguments(self, fields: ConversationFields) -> dict[str, Any]:
-        """The template's arguments for a request, besides the messages.
+        """Return the template's arguments for a request, without the messages.
 
         Raises:
-            ApiError: 400: it asks for what this template does not read.
+            ApiError: 400 for tools or an effort that this template cannot express, or a reserved argument.
         """
         extra = dict(fields.chat_template_kwargs)
         if taken := sorted(TAKEN & set(extra)):
@@ -55,26 +56,26 @@ class ChatTemplate:
         return extra
 
     def _effort(self, effort: str) -> dict[str, Any]:
-        """The argument for how much to think; nothing to say where none is asked of a model that does not think."""
+        """Return the template's argument for the effort, {} if it has none; a 400 if it cannot switch reasoning off."""
         switch = next((name for name in SWITCHES if name in self.words), None)
         if effort == "none" and switch is not None:
             return {switch: False}
         if "reasoning_effort" in self.words:
             return {"reasoning_effort": effort}
         if effort != "none":
-            return {}  # and `unread` says so
+            return {}  # `unread` gives a warning
         if "<think>" not in self.text:
             return {}
         raise _not_read("reasoning_effort", "cannot do without thinking", "leave it out")
 
     def roles(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The messages, of a developer as of the system where the template does not know that role."""
+        """Return the messages; role developer becomes system where the template does not know developer."""
         if "developer" in self.text:
             return messages
         return [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
 
     def unread(self, fields: ConversationFields) -> list[str]:
-        """Warnings: what was asked for and makes no difference."""
+        """Return warnings about fields that have no effect on this template."""
         effort = fields.reasoning_effort
         if effort in (None, "none") or "reasoning_effort" in self.words:
             return []
@@ -82,9 +83,9 @@ class ChatTemplate:
 
 
 def messages_for(messages: Sequence[ChatMessage], thought_field: str | None) -> list[dict[str, Any]]:
-    """The messages as a template takes them, with what was thought also under its own name for it.
+    """Return the messages as a template reads them, with the reasoning also in the field `thought_field` of its format.
 
-    That of gpt-oss has one place before a call for what was thought and what was said, and refuses both.
+    Before a call, gpt-oss's template has one place for reasoning and text, and refuses both; so they are joined.
     """
     made = conversation(messages)
     for message, given in zip(made, messages, strict=True):
@@ -101,20 +102,20 @@ def _not_read(field: str, why: str, remedy: str) -> ApiError:
 
 
 def has_template(folder: Path) -> bool:
-    """Whether the folder has a chat template, in the tokenizer's config or in a file beside it.
+    """Whether the folder has a chat template: in tokenizer_config.json, chat_template.jinja or chat_template.json.
 
     Raises:
-        ConfigError: the tokenizer's config or such a file is no JSON object.
+        ConfigError: one of the JSON files cannot be read, or is not a JSON object.
     """
     jinja = (folder / "chat_template.jinja").is_file()
     return jinja or bool(_template_in(folder / "tokenizer_config.json")) or template_of_processor(folder) is not None
 
 
 def template_of_processor(folder: Path) -> str | None:
-    """The chat template of chat_template.json, which processors of images wrote before 2025; tokenizers do not read it.
+    """Return the chat template in chat_template.json, which image processors wrote before 2025; tokenizers skip it.
 
     Raises:
-        ConfigError: the file is no JSON object.
+        ConfigError: the file cannot be read, or is not a JSON object.
     """
     found = _template_in(folder / "chat_template.json")
     return found if isinstance(found, str) and found else None
@@ -130,7 +131,7 @@ def _template_in(file: Path) -> Any:
 
 
 def model_type_of(folder: Path) -> str:
-    """The `model_type` in the folder's config.json; empty where there is none that can be read."""
+    """Return the `model_type` in the folder's config.json; empty where it cannot be read."""
     try:
         found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

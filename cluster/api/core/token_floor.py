@@ -1,9 +1,9 @@
 """A lower bound on the number of tokens of a text, without encoding it.
 
-A token covers at most as many bytes of text as the longest one of the vocabulary, and at most as many letters as the
-one with the most. So a text of a megabyte that cannot fit into a small context is refused in a millisecond, where its
-encoding takes seconds. This holds where every byte of a text ends up in a token that spells it: for BPE over all bytes.
-Where a tokenizer may drop text, or turn any length of it into one unknown token, the bound is 0.
+No token covers more bytes than the longest token of the vocabulary, nor more letters than the token with most letters:
+tokens >= max(bytes / bytes_per_token, letters / letters_per_token). So a megabyte of text that cannot fit into a small
+context is refused in a millisecond; encoding it takes seconds. The bound holds for BPE over all bytes: its tokens
+spell every byte of the text. Where a tokenizer may drop text, or turn any length into one unknown token, it is 0.
 """
 
 import json
@@ -15,13 +15,13 @@ from tokenizers import Tokenizer
 
 from cluster.tokenizer.tokenizer import BYTE_OF_CHARACTER
 
-LETTERS = string.ascii_letters.encode() + bytes(range(0x80, 0x100))  # the bytes beyond ASCII are mostly letters
-NFC_SHRINKS = 3  # NFC makes at most 3 bytes of UTF-8 into 1: the Kelvin sign into K
-KEEPING = frozenset({"ByteLevel", "Metaspace", "Split", "Digits", "Sequence"})  # pre-tokenizers that lose nothing
+LETTERS = string.ascii_letters.encode() + bytes(range(0x80, 0x100))  # bytes beyond ASCII count as letters
+NFC_SHRINKS = 3  # NFC turns at most 3 bytes of UTF-8 into 1: the Kelvin sign into K
+KEEPING = frozenset({"ByteLevel", "Metaspace", "Split", "Digits", "Sequence"})  # pre-tokenizers that drop no text
 
 
 class TokenFloor:
-    """`bytes_per_token` and `letters_per_token` are the most that one token covers; 0 when nothing is known."""
+    """The bound for one tokenizer: the most bytes and letters of text that one token covers; 0 if unknown."""
 
     def __init__(self, bytes_per_token: int, letters_per_token: int) -> None:
         self._bytes_per_token = bytes_per_token
@@ -29,7 +29,7 @@ class TokenFloor:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Self:
-        """The bound that follows from a tokenizer's vocabulary, normalizer and pre-tokenizer."""
+        """Derive the bound from a tokenizer's vocabulary, normalizer and pre-tokenizer."""
         shrinks = _shrinks(tokenizer)
         if not shrinks:
             return cls(0, 0)
@@ -44,11 +44,11 @@ class TokenFloor:
         return cls(shrinks * longest, shrinks * letters)
 
     def fewest(self, text: str) -> int:
-        """No encoding of the text has fewer tokens than this."""
+        """Return a lower bound on the number of tokens of the text."""
         if not self._bytes_per_token:
             return 0
         raw = text.encode("utf-8", "replace")
-        fewest = -(-len(raw) // self._bytes_per_token)
+        fewest = -(-len(raw) // self._bytes_per_token)  # rounded up
         return max(fewest, -(-_letters(raw) // self._letters_per_token)) if self._letters_per_token else fewest
 
 
@@ -57,11 +57,11 @@ def _letters(raw: bytes) -> int:
 
 
 def _shrinks(tokenizer: Tokenizer) -> int:
-    """By which factor the normalizer may shorten a text; 0 when text may be lost on the way to the tokens."""
+    """Return the factor by which the normalizer may shorten a text; 0 when the tokenizer may drop text."""
     if type(tokenizer.model).__name__ != "BPE":
         return 0
     if any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values()):
-        return 0  # such a token takes in any length of white space beside it
+        return 0  # such a token absorbs any length of white space next to it
     vocabulary = tokenizer.get_vocab(with_added_tokens=False)
     names = BYTE_OF_CHARACTER if _is_byte_level(tokenizer) else [f"<0x{byte:02X}>" for byte in range(256)]
     if not all(name in vocabulary for name in names):
@@ -89,7 +89,7 @@ def _is_byte_level(tokenizer: Tokenizer) -> bool:
 
 
 def _nodes(part: Any) -> Iterator[dict[str, Any]]:
-    """The JSON of a component of a tokenizer, and of all components inside it."""
+    """Yield the JSON of a tokenizer's component, and of all components inside it."""
     waiting = [json.loads(part.__getstate__())] if part is not None else []
     while waiting:
         node = waiting.pop()

@@ -1,6 +1,6 @@
-"""The tokenizer of the REST layer: text to ids off the event loop, and chat messages through the model's template.
+"""The tokenizer of the REST layer: encodes text off the event loop, and renders chats with the model's template.
 
-Local folders only, and no code from them: a template is Jinja in a sandbox, everything else is data.
+It reads local folders only, and runs no code from them: a template is sandboxed Jinja, everything else is data.
 """
 
 import logging
@@ -25,11 +25,11 @@ from cluster.tokenizer.tokenizer import TextTokenizer
 logger = logging.getLogger(__name__)
 
 Parsers = tuple[str | None, str | None]
-"""The settings tool_call_parser and reasoning_parser, as `cluster.chat.formats.choose.named` has them."""
+"""The settings tool_call_parser and reasoning_parser, as returned by `cluster.chat.formats.choose.named`."""
 
 
 class Encoded(NamedTuple):
-    """A conversation in the model's own format, as tokens and as text, and warnings about what made no difference."""
+    """A conversation in the model's format, as tokens and as text, and warnings about fields without effect."""
 
     ids: list[int]
     text: str
@@ -37,8 +37,8 @@ class Encoded(NamedTuple):
 
 
 class ChatTokenizer:
-    """`text` turns text and ids into each other; `template` is None for a model without a chat template. `chosen` is
-    the format of answers in a chat.
+    """Encodes and decodes text, and renders chats. `text` is the text tokenizer; `template` is None for a model without
+    a chat template; `chosen` is the model's format of reasoning and tool calls.
     """
 
     def __init__(self, text: TextTokenizer, template: PreTrainedTokenizerBase | None, chosen: ChosenFormat) -> None:
@@ -51,17 +51,17 @@ class ChatTokenizer:
 
     @classmethod
     def load(cls, path: str, parsers: Parsers = (None, None)) -> Self:
-        """Read a tokenizer folder.
+        """Load a tokenizer folder.
 
         Raises:
-            ConfigError: the folder has no usable tokenizer.
+            ConfigError: the folder has no usable tokenizer, or its chat template cannot be loaded.
         """
         text = TextTokenizer.load(path)
         if not has_template(Path(path)):
             logger.warning("%s has no chat template: conversations are refused, prompts are served", path)
             return cls(text, None, ChosenFormat(None))
         try:
-            # Only the template is wanted: AutoTokenizer would import torch for it, seconds of start-up in each replica.
+            # Only for the template. AutoTokenizer would import torch: seconds of start-up in each replica.
             template = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
         except Exception as error:  # transformers raises many kinds for a broken folder
             raise ConfigError(f"the chat template in {path} cannot be loaded: {error}") from error
@@ -72,21 +72,21 @@ class ChatTokenizer:
 
     @property
     def special(self) -> dict[int, str]:
-        """The special tokens, by their ids."""
+        """Special tokens by id."""
         return self._special
 
     @property
     def has_template(self) -> bool:
-        """Whether conversations can be encoded."""
+        """Whether the model has a chat template, so that conversations can be encoded."""
         return self._template is not None
 
     async def encode(
         self, text: str, add_special_tokens: bool, length: int, context_length: int | None = None, param: str = "prompt"
     ) -> list[int]:
-        """Token ids of a text, encoded in a thread where the body that it came in is long (`length` bytes).
+        """Return the token ids of a text; in a thread where its request body is long (`length` bytes).
 
         Raises:
-            ApiError: 400 that blames `param` when the text cannot fit into the context; the text is not encoded then.
+            ApiError: 400 that names `param` when the text cannot fit into the context; the text is not encoded then.
         """
 
         def work() -> list[int]:
@@ -96,7 +96,7 @@ class ChatTokenizer:
         return await off_loop(length, work)
 
     async def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids; many are decoded in a thread."""
+        """Return the text of token ids; many are decoded in a thread."""
         return await off_loop(len(ids), lambda: self.text.decode_freely(ids))
 
     def _check_length(self, text: str, context_length: int | None, param: str) -> None:
@@ -117,7 +117,7 @@ class ChatTokenizer:
         add_special_tokens: bool = False,
         context_length: int | None = None,
     ) -> Encoded:
-        """A conversation in the model's own format; `length` is that of the body that it came in.
+        """Return a conversation in the model's format; `length` is the length of its request body in bytes.
 
         Raises:
             ApiError: 400 when there is no template, the template refuses the conversation, or the text cannot fit into
@@ -139,8 +139,8 @@ class ChatTokenizer:
                 text, warnings = rendered(
                     lambda form: str(template.apply_chat_template(form, tokenize=False, **given)), made
                 )
-                text.encode()  # raises where an argument brought half of a surrogate pair
-            except Exception as error:  # a template may raise anything on a client's arguments
+                text.encode()  # raises if a template argument holds half of a surrogate pair
+            except Exception as error:  # a template may raise any error on a client's arguments
                 reason = str(error) if isinstance(error, TemplateError) else type(error).__name__
                 raise ApiError(
                     f"messages: the model's chat template refuses this conversation: {reason}",

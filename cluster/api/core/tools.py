@@ -1,6 +1,6 @@
-"""The tools of a request, and which of them its answer may, must or must not call, in OpenAI's names.
+"""The fields `tools` and `tool_choice` of a chat request, in OpenAI's form.
 
-A tool of a type that this server does not call is left out with a warning: clients declare such tools unasked.
+A tool of a type that this server cannot call is left out with a warning, since clients declare such tools by default.
 """
 
 import logging
@@ -24,7 +24,7 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 
 
 class Function(Strict):
-    """What a tool does; `parameters` is the JSON schema of an object. Whether `strict` or not, see `docs/chat.md`."""
+    """A function declaration; `parameters` is the JSON schema of an object. `docs/chat.md` explains `strict`."""
 
     name: Name
     description: Text | None = None
@@ -33,7 +33,7 @@ class Function(Strict):
 
     @property
     def schema_of_arguments(self) -> dict[str, Any]:
-        """The schema of the arguments; without `parameters` there are none."""
+        """The JSON schema of the arguments; without `parameters` the function takes no arguments."""
         if not self.parameters:
             return {"type": "object", "properties": {}, "additionalProperties": False}
         return {"type": "object", **self.parameters}
@@ -46,26 +46,26 @@ class Tool(Strict):
     function: Function
 
     def as_function(self) -> dict[str, Any]:
-        """The tool as a chat template is told of it: as the client wrote it."""
+        """Return the tool for the chat template: as the client wrote it."""
         return self.model_dump(exclude_unset=True)
 
 
 class InputGrammar(Strict):
-    """A grammar for the text of a custom tool."""
+    """A grammar for the input text of a custom tool."""
 
     syntax: Literal["lark", "regex"]
     definition: Text
 
 
 class InputFormat(Strict):
-    """What the text of a custom tool may be: any text, or one in a grammar."""
+    """The format of a custom tool's input: any text, or text that follows a grammar."""
 
     type: Literal["text", "grammar"]
     grammar: InputGrammar | None = None
 
 
 class Custom(Strict):
-    """What a custom tool does, and what its text may be."""
+    """A custom tool declaration: name, description, input format."""
 
     name: Name
     description: Text | None = None
@@ -73,19 +73,19 @@ class Custom(Strict):
 
 
 class ChatCustomTool(Strict):
-    """A tool that takes one text. The model is shown a function with one string, `input`; see `cluster.chat.custom`."""
+    """A tool that takes one text. The model sees a function with one string, `input`; see `cluster.chat.custom`."""
 
     type: Literal["custom"]
     custom: Custom
 
     @property
     def grammar(self) -> InputGrammar | None:
-        """The grammar for the text; None where it may be any text."""
+        """The grammar of the input text; None where any text is allowed."""
         return None if self.custom.format is None else self.custom.format.grammar
 
     @property
     def function(self) -> Function:
-        """The function whose arguments carry the text, with a pattern for it where its grammar is an expression."""
+        """The function that stands for this tool; a regex grammar becomes the `pattern` of its string argument."""
         grammar = self.grammar
         pattern = grammar.definition if grammar is not None and grammar.syntax == "regex" else None
         return Function(
@@ -96,7 +96,7 @@ class ChatCustomTool(Strict):
         )
 
     def as_function(self) -> dict[str, Any]:
-        """The tool as a chat template is told of it. The grammar stands in the description, for the model to read."""
+        """Return the tool for the chat template. The grammar is in the description, so that the model can read it."""
         described = self._described()
         function = {"name": self.custom.name, "parameters": custom.schema_of_input()}
         return {"type": "function", "function": function | ({"description": described} if described else {})}
@@ -110,7 +110,7 @@ class ChatCustomTool(Strict):
 
 
 class LeftOutTool(Strict):
-    """A tool of a type that this server does not call. The model is not told of it."""
+    """A tool of a type that this server cannot call. The chat template does not show it to the model."""
 
     type: str = Field(min_length=1, json_schema_extra={"not": {"enum": ["function", "custom"]}})
     name: Any = None
@@ -121,11 +121,11 @@ AnyTool = Tool | ChatCustomTool | LeftOutTool
 
 
 def read_tools(value: Any) -> list[AnyTool]:
-    """The tools of a chat request.
+    """Return the tools of a chat request.
 
     Raises:
         ApiError: 400 that names the tool and the field.
-        ValueError: it is no list.
+        ValueError: `value` is not a list.
     """
     if not isinstance(value, list):
         raise ValueError(f"must be a list, got {shown(value)}")
@@ -154,7 +154,7 @@ Tools = Annotated[list[AnyTool], PlainValidator(read_tools, json_schema_input_ty
 
 
 def left_out_warnings(tools: Sequence[AnyTool]) -> list[str]:
-    """A warning for each tool that is left out, of many for the first few. The log has each type once."""
+    """Return a warning for each of the first `MAX_WARNINGS` tools left out, and one for the rest. Logs a type once."""
     left_out = [(at, tool) for at, tool in enumerate(tools) if isinstance(tool, LeftOutTool)]
     for _, tool in left_out[:MAX_WARNINGS]:
         _log_once(shown(tool.type))
@@ -174,8 +174,8 @@ def _log_once(kind: str) -> None:
 class ToolChoice(Strict):
     """Which tools an answer may, must or must not call.
 
-    `names` are the tools that may be called, None for all of them. `single` is true for a choice that names one
-    tool: OpenAI, and so this server, answers such a choice with exactly one call.
+    `names` are the callable tools, None for all. `single` is true for a choice that names one tool: as at OpenAI, the
+    answer is then exactly one call.
     """
 
     mode: Literal["auto", "none", "required"]
@@ -184,7 +184,7 @@ class ToolChoice(Strict):
 
 
 def read_choice(value: Any) -> Any:
-    """OpenAI's `tool_choice` as a ToolChoice: a mode, a named function, or a list of allowed tools with a mode."""
+    """Return `tool_choice` (a mode, a named tool, allowed tools with a mode) as a ToolChoice, else raise ValueError."""
     if isinstance(value, ToolChoice):
         return value
     if isinstance(value, str):
@@ -214,7 +214,7 @@ NAMING = ("function", "custom")
 
 
 def _is_left_out(value: Any) -> bool:
-    """Whether a part of a choice speaks of a tool of a type that this server does not call."""
+    """Whether an entry of `tool_choice` names a tool of a type that this server cannot call."""
     kind = value.get("type") if isinstance(value, Mapping) else None
     return isinstance(kind, str) and kind not in (*NAMING, "allowed_tools")
 

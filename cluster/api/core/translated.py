@@ -1,4 +1,4 @@
-"""Bodies of other APIs as chat requests: the extensions they all take, and errors in the names of their own fields."""
+"""Translates bodies of other APIs into chat requests, and the fields in errors back into those of the body."""
 
 import json
 from collections.abc import Collection, Iterator, Mapping
@@ -23,13 +23,13 @@ EXTENSIONS = frozenset({*PenaltyFields.model_fields, *FORMS, *SAMPLING, *OTHERS,
 
 
 class Origins:
-    """Which field of a body each part of its chat request came from: beginnings of paths, and what they were called."""
+    """Maps fields of a chat request to the fields of the body they came from, by prefixes of their paths."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self._names = names
 
     def own(self, path: str) -> str:
-        """The path in the body that was sent; the longest known beginning decides."""
+        """Return the path in the body for a path in the chat request; the longest known prefix decides."""
         parts = path.split(".")
         for count in range(len(parts), 0, -1):
             found = self._names.get(".".join(parts[:count]))
@@ -38,13 +38,13 @@ class Origins:
         return path
 
     def reworded(self, warning: str) -> str:
-        """A warning that begins with the path of a field, with the path in the body that was sent."""
+        """Return a warning, which begins with a path in the chat request, with the path in the body instead."""
         path, _, about = warning.partition(":")
         return f"{self.own(path)}:{about}"
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """While this lasts, errors name the fields of the body that was sent."""
+        """Inside this context, an `ApiError` that leaves it names the field of the body."""
         try:
             yield
         except ApiError as error:
@@ -59,29 +59,29 @@ class Origins:
 
 
 class Translated(NamedTuple):
-    """A body as a chat request, and where the parts of it came from."""
+    """A body as a chat request, and the fields of the body that its parts came from."""
 
     chat: ChatRequest
     origins: Origins
 
 
 class TranslatedBody(Strict):
-    """Base of the bodies that become chat requests. What is left of the body are extensions, as they were sent."""
+    """Base of the bodies that become chat requests. `model_extra` holds the extensions, unchanged."""
 
     model_config = ConfigDict(extra="allow")
     extensions: ClassVar[frozenset[str]] = EXTENSIONS
 
     @classmethod
     def honoured(cls) -> Collection[str]:
-        """The API's own fields, and the extensions."""
+        """The names of the API's own fields and of the extensions."""
         return {*cls.model_fields, *cls.extensions}
 
     def asked_beside(self) -> dict[str, Any]:
-        """The extensions that were sent."""
+        """Return the extensions in this body, unchanged."""
         return dict(self.model_extra or {})
 
     def translated(self) -> Translated:
-        """This body as a chat request.
+        """Return this body as a chat request.
 
         Raises:
             ApiError: 400 that names the field of this body.
@@ -90,7 +90,7 @@ class TranslatedBody(Strict):
 
 
 def translation(chat: Mapping[str, Any], origins: Origins) -> Translated:
-    """Read what a body became as a chat request; see `TranslatedBody.translated`."""
+    """Validate `chat`, the translation of a body, as a chat request; a 400 names the field of the body."""
     with origins.named():
         read, _ = ChatRequest.read(chat)
     return Translated(read, origins)
@@ -99,8 +99,8 @@ def translation(chat: Mapping[str, Any], origins: Origins) -> Translated:
 def table_of(
     harmless: Collection[str], refused: Mapping[str, tuple[Any, ...]], remedies: Mapping[str, str]
 ) -> FieldTable:
-    """The table of an API beside its own fields. What only the other endpoints take is refused here, never ignored."""
-    elsewhere: dict[str, tuple[Any, ...]] = {}
+    """Return the table of an API. A field that only other endpoints honour is refused, never ignored."""
+    elsewhere: dict[str, tuple[Any, ...]] = {}  # for each such field its default, which is accepted
     for name, field in ChatRequest.model_fields.items():
         default = field.get_default(call_default_factory=True)
         plain = isinstance(default, bool | int | str | list)
@@ -114,10 +114,10 @@ def table_of(
 
 
 def readable_json(value: Any) -> Any:
-    """A part of a body that goes back to the client as it came: all its strings must be text.
+    """Return a JSON value of a body unchanged, if UTF-8 can encode all its strings.
 
     Raises:
-        ValueError: one holds half of a surrogate pair.
+        ValueError: a string holds half of a surrogate pair.
     """
     try:
         json.dumps(value, ensure_ascii=False).encode()
@@ -127,6 +127,6 @@ def readable_json(value: Any) -> Any:
 
 
 def not_taken(path: str, value: Any, remedy: str) -> ApiError:
-    """400 for a part of a body that is known and not honoured."""
+    """Return a 400 for a part of a body that this server knows and does not honour."""
     message = f"{path}: {shown(value)} is not supported by this server; {remedy}"
     return ApiError(message, param=path, code="unsupported_parameter")

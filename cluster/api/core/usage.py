@@ -1,4 +1,4 @@
-"""What a call used, in the fields that clients and benchmark tools read."""
+"""Token usage and speculation metrics of a call, in the fields that clients and benchmark tools read."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from cluster.request import SpeculationCounts
 
 
 def usage_so_far(choice: OutputSequence) -> dict[str, int]:
-    """The usage of one sequence up to now, as `continuous_usage_stats` has it."""
+    """Return the usage of one sequence so far, for `continuous_usage_stats`."""
     return {
         "prompt_tokens": choice.prompt_tokens,
         "completion_tokens": choice.tokens,
@@ -17,10 +17,10 @@ def usage_so_far(choice: OutputSequence) -> dict[str, int]:
 
 
 def usage(choices: Sequence[OutputSequence]) -> dict[str, Any]:
-    """The usage of a whole call in tokens. A prompt counts once, however many choices it has.
+    """Return the usage of a whole call in tokens. A prompt counts once, however many choices it has.
 
-    Completion tokens include the one that ended a sequence. Prediction tokens are the draft's: verified nodes other
-    than roots, accepted or not.
+    Completion tokens include a final stop token. Prediction tokens are the draft's: all verified nodes except roots,
+    accepted or not.
     """
     first_of_prompt = {choice.prompt_index: choice for choice in reversed(choices)}.values()
     prompt = sum(choice.prompt_tokens for choice in first_of_prompt)
@@ -41,7 +41,7 @@ def usage(choices: Sequence[OutputSequence]) -> dict[str, Any]:
 
 
 def speculation_metrics(choices: Sequence[OutputSequence]) -> dict[str, Any] | None:
-    """`metrics` of an answer with one sequence, in vLLM's shape, which AIPerf reads; None without speculation.
+    """Return `metrics` in vLLM's form, which AIPerf reads; None without speculation or with several sequences.
 
     `acceptance_histogram[j]` counts steps that accepted j draft tokens; its length is `num_spec_tokens + 1`.
     """

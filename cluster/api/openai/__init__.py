@@ -1,1 +1,1 @@
-"""The answers of OpenAI's Completions and Chat Completions APIs, and its Responses API."""
+"""OpenAI's APIs: answers of Completions and Chat Completions, and the Responses API."""

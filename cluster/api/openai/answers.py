@@ -1,4 +1,4 @@
-"""The answers, as OpenAI writes them: the whole body, or the chunks of a stream, for text and for chat."""
+"""Answers of OpenAI's Completions and Chat Completions APIs: the whole body, or the chunks of a stream."""
 
 import codecs
 from collections.abc import Callable, Iterable, Sequence
@@ -15,16 +15,16 @@ from cluster.chat.events import CallArguments, CallBegun, Event, ReasoningPiece,
 from cluster.request import StepTree, TokenLogprob
 from cluster.tokenizer.tokenizer import TextTokenizer
 
-LOWEST_LOGPROB = -9999.0  # JSON has no infinity
+LOWEST_LOGPROB = -9999.0  # replaces -inf, which JSON cannot write
 
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What a client asked for besides text: tokens named by id, all token ids, usage at the end or in each chunk, and
-    what was thought.
+    """What the client wants in an answer besides text.
 
-    `logprobs` and `prompt_logprobs` are how many alternatives, None for none; `echoes` the texts of the prompts, where
-    answers begin with them; `best` how many outputs of each prompt are answered, None for all of them.
+    `ids_as_text` writes tokens as `token_id:N`; `token_ids` adds all token ids; `thought` includes the reasoning.
+    `logprobs` and `prompt_logprobs` are numbers of alternatives, None for no log-probabilities. `echoes` has the texts
+    of the prompts, where answers begin with them. `best` is how many outputs per prompt are returned, None for all.
     """
 
     ids_as_text: bool = False
@@ -39,7 +39,7 @@ class Extras:
 
 
 class AnswerContext(NamedTuple):
-    """What an answer is written about. `created` is Unix seconds."""
+    """The data of a call that its answer needs. `created` is Unix seconds."""
 
     call_id: str
     created: int
@@ -50,32 +50,32 @@ class AnswerContext(NamedTuple):
 
 
 class AnswerShape(Protocol):
-    """How one call is answered in the form of its API. One per call: it remembers what has been sent."""
+    """Writes the answer of one call in the form of its API. One per call, since it keeps track of what was sent."""
 
     @property
     def alive(self) -> bytes:
-        """What a silent stream sends."""
+        """The keep-alive of a stream."""
         ...
 
     def body(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        """The whole answer from all deltas of all sequences."""
+        """Return the whole answer from all deltas of all sequences."""
         ...
 
     def events(self, delta: Delta) -> bytes:
-        """The events of a stream that one delta makes; the first has the opening before it."""
+        """Return the stream events for one delta; those for the first begin with the opening of the stream."""
         ...
 
     def end(self) -> bytes:
-        """The events after the last delta."""
+        """Return the events after the last delta."""
         ...
 
     def failed(self, error: ApiError) -> bytes:
-        """The events that tell of an error after the stream has begun."""
+        """Return the events that report an error after the stream has begun."""
         ...
 
 
 class OpenAIShape:
-    """What answers to completions and chats share: id, time, model and usage. It remembers which sequences began."""
+    """What completions and chats share: id, time, model, usage. Keeps track of which sequences have begun to stream."""
 
     alive = ALIVE
     object_of_body: ClassVar[str]
@@ -99,10 +99,10 @@ class OpenAIShape:
         self._begun: set[int] = set()
 
     def body(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        """The whole answer from all deltas of all sequences."""
+        """Return the whole answer from all deltas of all sequences."""
         whole = [joined(at, [delta for delta in deltas if delta.index == at]) for at in range(len(self.choices))]
         body: dict[str, Any] = {"object": self.object_of_body, **self._head}
-        if self._scored:  # the first output of each prompt brought it for all
+        if self._scored:  # only the first output of each prompt brings the prompt's log-probabilities
             each = self._each
             whole = [replace(d, prompt_logprobs=whole[at - at % each].prompt_logprobs) for at, d in enumerate(whole)]
         if self._extras.best is not None:
@@ -114,16 +114,16 @@ class OpenAIShape:
         return body
 
     def events(self, delta: Delta) -> bytes:
-        """The chunks of a delta, framed."""
+        """Return the chunks of a delta as events."""
         return b"".join(framed(chunk) for chunk in self.chunks(delta))
 
     def end(self) -> bytes:
-        """The last chunk, if there is one, and the mark of the end."""
+        """Return the chunk with the usage, if the client wants one, and `[DONE]`."""
         last = self.last_chunk()
         return (framed(last) if last else b"") + DONE
 
     def failed(self, error: ApiError) -> bytes:
-        """The error in OpenAI's envelope."""
+        """Return the error in OpenAI's envelope."""
         return framed(error.envelope())
 
     @property
@@ -133,19 +133,19 @@ class OpenAIShape:
 
     @property
     def _scored(self) -> bool:
-        """Whether log-probabilities of prompts are answered."""
+        """Whether the answer holds log-probabilities of prompts."""
         extras = self._extras
         return extras.prompt_logprobs is not None or bool(extras.echoes and extras.logprobs is not None)
 
     def _best(self, whole: Sequence[Delta], count: int) -> list[Delta]:
-        """The `count` outputs of each prompt that are likeliest as a whole, best first."""
+        """Return the `count` outputs of each prompt with the highest total log-probability, best first."""
         best: list[Delta] = []
         for start in range(0, len(whole), self._each):
             best += sorted(whole[start : start + self._each], key=_likelihood, reverse=True)[:count]
         return best if self._extras.logprobs is not None else [replace(delta, logprobs=()) for delta in best]
 
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
-        """The chunks of one delta: one, with the opening of its sequence (such as the role) in or before the first."""
+        """Return the chunks of a delta, usually one. A sequence's first chunk is or has its opening (role, prompt)."""
         pieces = [self._chunk_choice(delta)]
         if delta.index not in self._begun:
             self._begun.add(delta.index)
@@ -153,7 +153,7 @@ class OpenAIShape:
         return [self._chunk([piece], self.choices[delta.index]) for piece in pieces]
 
     def last_chunk(self) -> dict[str, Any] | None:
-        """The chunk with the call's usage, when the client asked for one."""
+        """Return the chunk with the call's usage; None unless the client asked for it."""
         if not self._extras.usage_at_end:
             return None
         chunk = self._chunk([], None)
@@ -171,7 +171,7 @@ class OpenAIShape:
         return chunk
 
     def _end(self, delta: Delta) -> dict[str, Any]:
-        """The fields after the text of a choice."""
+        """Return the fields after the text of a choice."""
         end: dict[str, Any] = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
         if self._with_token_ids:
             end["token_ids"] = list(delta.token_ids)
@@ -180,7 +180,7 @@ class OpenAIShape:
         return end
 
     def _tree(self, tree: StepTree) -> dict[str, Any]:
-        """The step's tree, its nodes with their text; `parent` is null at the root."""
+        """Return the step's tree, with the text of its nodes; the root's `parent` is null."""
         drafted = len(tree.token_ids) - tree.forced
         nodes = [
             {"parent": parent if node else None, "forced": node >= drafted, **self._piece(token)}
@@ -202,9 +202,7 @@ class OpenAIShape:
         return self._tokenizer.token_text(token_id)
 
     def _prompt_logprobs(self, delta: Delta) -> dict[str, Any]:
-        """What the first output of a prompt brought of it, in vLLM's shape: nothing of the first token, which has
-        nothing before it.
-        """
+        """Return `prompt_logprobs` in vLLM's form: null for the first token of the prompt, which nothing predicts."""
         most = self._extras.prompt_logprobs
         if most is None:
             return {}
@@ -227,7 +225,7 @@ class OpenAIShape:
 
 
 class CompletionShape(OpenAIShape):
-    """`text_completion`, in both the body and the chunks."""
+    """The answer of /v1/completions: object `text_completion`, in the body and in the chunks."""
 
     object_of_body = object_of_chunk = "text_completion"
     _offsets: dict[int, "_Offsets"]
@@ -249,7 +247,7 @@ class CompletionShape(OpenAIShape):
         return [{**first, **self._prompt_token_ids(index)}]
 
     def _logprobs(self, delta: Delta, echoed: bool) -> dict[str, Any]:
-        """Those of an output's tokens, with those of its prompt before them where it is `echoed`."""
+        """Return the `logprobs` columns of an output; with `echoed` those of the prompt's tokens come first."""
         choice = self.choices[delta.index]
         text = self._extras.echoes[choice.prompt_index] if self._extras.echoes else ""
         if not hasattr(self, "_offsets"):
@@ -266,7 +264,7 @@ class CompletionShape(OpenAIShape):
         return {name: [first[name], *scores[name], *column] for name, column in told.items()}
 
     def _named(self, entries: Iterable[TokenLogprob]) -> dict[str, list[Any]]:
-        """All columns but the offsets."""
+        """Return all `logprobs` columns except `text_offset`."""
         lines = [(self._token(entry.token_id)[0], entry) for entry in entries]
         return {
             "tokens": [text for text, _ in lines],
@@ -278,23 +276,23 @@ class CompletionShape(OpenAIShape):
         }
 
     def _shown(self, token_id: int) -> bytes:
-        """What a token adds to the text of an output: a special token nothing."""
+        """Return the bytes that a token adds to the text; b"" for a special token."""
         hidden = self._tokenizer is not None and not self._tokenizer.textual([token_id])
         return b"" if hidden else self._token(token_id)[1]
 
 
 class ChatShape(OpenAIShape):
-    """`chat.completion`, and `chat.completion.chunk` whose first chunk names the role."""
+    """The answer of /v1/chat/completions: `chat.completion`, or `chat.completion.chunk`s, the first with the role."""
 
     object_of_body = "chat.completion"
     object_of_chunk = "chat.completion.chunk"
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._called: set[int] = set()  # the choices in whose chunks a call has begun
+        self._called: set[int] = set()  # indices of choices whose chunks so far hold a tool call
 
     def body(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        """The prompt's ids stand beside the choices, since all have the same prompt."""
+        """Return the whole answer. The prompt's ids stand next to `choices`, since all choices have the same prompt."""
         scores: dict[str, Any] = {}
         if self._extras.prompt_logprobs is not None:
             scores = self._prompt_logprobs(joined(0, [delta for delta in deltas if delta.index == 0]))
@@ -315,13 +313,13 @@ class ChatShape(OpenAIShape):
         return {"index": delta.index, "delta": content, "logprobs": self._logprobs(delta), **self._end(delta)}
 
     def _said(self, events: Sequence[Event]) -> dict[str, Any]:
-        """What events say, in the fields of a message; only those that there are."""
+        """Return the events as fields of a message: content, reasoning, tool_calls; only those that are not empty."""
         said = "".join(event.text for event in events if isinstance(event, TextPiece))
         thought = (
             "".join(event.text for event in events if isinstance(event, ReasoningPiece)) if self._extras.thought else ""
         )
         fields: dict[str, Any] = {"content": said} if said else {}
-        if thought:  # under the names of SGLang and older vLLM, and of newer vLLM
+        if thought:  # `reasoning_content`: SGLang and older vLLM; `reasoning`: newer vLLM
             fields |= {"reasoning_content": thought, "reasoning": thought}
         calls: dict[int, dict[str, Any]] = {}
         for event in events:
@@ -330,7 +328,7 @@ class ChatShape(OpenAIShape):
                 called = {"name": event.name, given: ""}
                 calls[event.call] = {"index": event.call, "id": event.call_id, "type": kind, kind: called}
             elif isinstance(event, CallArguments):
-                # Where a call was begun in an earlier delta, it is a function's: of a custom tool both come together.
+                # A call that began in an earlier delta is a function's: a custom tool's call comes in one delta.
                 call = calls.setdefault(event.call, {"index": event.call, "function": {"arguments": ""}})
                 if "custom" in call:
                     call["custom"]["input"] += event.text
@@ -339,7 +337,7 @@ class ChatShape(OpenAIShape):
         return {**fields, "tool_calls": list(calls.values())} if calls else fields
 
     def _end(self, delta: Delta) -> dict[str, Any]:
-        """An answer that ends with calls, not cut off, ends because of them."""
+        """Return the last fields; `stop` becomes `tool_calls` where the answer has calls."""
         end = super()._end(delta)
         called = delta.index in self._called or any(isinstance(event, CallBegun) for event in delta.events)
         return {**end, "finish_reason": "tool_calls"} if called and delta.finish_reason == "stop" else end
@@ -359,7 +357,7 @@ class ChatShape(OpenAIShape):
 
 
 class _Offsets:
-    """Where each token begins in the text, in characters; a character split over tokens begins at its first."""
+    """Counts where each token begins in the text, in characters; a split character begins at its first token."""
 
     def __init__(self, start: int = 0) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -372,7 +370,7 @@ class _Offsets:
 
 
 def logprob_entry(entry: TokenLogprob, token: Callable[[int], tuple[str, bytes]]) -> dict[str, Any]:
-    """A token's log-probability and those of its alternatives; `token` gives the text and bytes of an id."""
+    """Return a token's log-probability and those of its alternatives; `token` maps an id to its text and bytes."""
 
     def named(token_id: int, logprob: float) -> dict[str, Any]:
         text, raw = token(token_id)
@@ -382,8 +380,8 @@ def logprob_entry(entry: TokenLogprob, token: Callable[[int], tuple[str, bytes]]
 
 
 def ranked(entry: TokenLogprob, most: int) -> dict[int, tuple[float, int]]:
-    """By token id the log-probability and the rank of a token and of the `most` likeliest ones in its place. The rank
-    counts from 1; it is 0 for a token that is none of them and whose rank nobody asked for.
+    """Return {token id: (log-probability, rank)} of a token and of the `most` likeliest tokens at its position. Ranks
+    begin at 1; 0 means unknown: the token is not among the likeliest, and its rank was not computed.
     """
     top = {token: (logprob, place) for place, (token, logprob) in enumerate(entry.top[:most], start=1)}
     _, place = top.get(entry.token_id, (0.0, 0))

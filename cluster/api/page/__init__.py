@@ -1,7 +1,7 @@
-"""The page at `/`: files that hold no data. What it shows it asks the REST routes for, with the key that is typed in.
+"""The web page at `/`. Its files hold no data: the page fetches all data from the REST routes, with the user's API key.
 
-`index.html` with its style, its icon and its scripts, plain modules that browsers load as they are. Nothing comes from
-elsewhere, and the headers say so to the browser: no script but these, no address but this server's.
+The files are `index.html`, its style, its icon and its scripts (plain JavaScript modules, no build step). The headers
+make the browser refuse scripts from elsewhere, and connections to other servers.
 """
 
 from collections.abc import Awaitable, Callable
@@ -32,22 +32,22 @@ HEADERS = {
 
 
 def add_page(app: FastAPI) -> None:
-    """Serve the files of the page, each at its path of `PAGE`."""
+    """Add a route for each file of the page, at its path in `PAGE`."""
     for path in PAGE:
         app.add_api_route(path, _file(HERE / (path.rpartition("/")[2] or "index.html")), include_in_schema=False)
 
 
 class SlashBehindPrefix:
-    """ASGI middleware that sends a request for the application's prefix (`/llm/one`) on to the page at `/llm/one/`.
+    """ASGI middleware that redirects the application's prefix without a slash (`/llm/one`) to the page at `/llm/one/`.
 
-    The page names its files relative to its address. So does the redirect, since a proxy may have other prefixes.
+    The page names its files by relative paths. The redirect is relative too, since a proxy in front may add a prefix.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
+        """Redirect the request, or pass it on."""
         prefix = scope.get("root_path", "").rstrip("/")
         if scope["type"] != "http" or not prefix or scope["path"] != prefix:
             await self._app(scope, receive, send)

@@ -1,1 +1,1 @@
-"""OpenAI's Responses API, stateless: its bodies as chat requests, and its answers."""
+"""OpenAI's Responses API without stored state: its bodies, translated into chat requests, and its answers."""

@@ -1,7 +1,7 @@
-"""Items about tools of other servers and clients, as a client sends them back: calls, and what the tools gave back.
+"""Input items about built-in tools (shell, web search, MCP, ...) that ran elsewhere: calls and their outputs.
 
-The model is told of each as of the call of a function. An item that holds no text of use to it, such as an image, is
-left out with a warning.
+Each becomes a function call and its result in the chat. An item without useful text, such as an image, is left out with
+a warning.
 """
 
 import json
@@ -43,7 +43,7 @@ ARGUMENTS: Mapping[str, str] = {
     "code_interpreter_call": "code",
     "web_search_call": "action",
 }
-"""By the type of an item that is a call: the field that holds what the tool was given."""
+"""For each item type that is a call: the field with the arguments of the tool."""
 GIVEN_BACK: Mapping[str, tuple[str, ...]] = {
     "local_shell_call_output": ("output",),
     "shell_call_output": ("output",),
@@ -55,11 +55,11 @@ GIVEN_BACK: Mapping[str, tuple[str, ...]] = {
     "code_interpreter_call": ("outputs",),
     "web_search_call": ("results",),
 }
-"""By the type of an item that holds what a tool gave back: the fields for it; the first with a value counts."""
+"""For each item type with the output of a tool: the fields that may hold the output; the first non-empty one counts."""
 
 
 class CalledTool(NamedTuple):
-    """A call of a tool; `arguments` is a JSON object as text."""
+    """A tool call; `arguments` is a JSON object as text."""
 
     call_id: str
     name: str
@@ -67,16 +67,14 @@ class CalledTool(NamedTuple):
 
 
 class ToolResult(NamedTuple):
-    """What a tool that was called gave back, as text."""
+    """The output of a tool call, as text."""
 
     call_id: str
     text: str
 
 
 class OtherItem(Strict):
-    """A call, or the output, of a tool that is no function; its fields are those that OpenAI gives an item of its
-    type.
-    """
+    """A call or an output of a tool that is not a function. `model_extra` holds the fields of OpenAI's item type."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -84,11 +82,11 @@ class OtherItem(Strict):
 
     @property
     def parts(self) -> list[CalledTool | ToolResult]:
-        """The item as the call of a function, as its output, or as both; empty where it is left out."""
+        """The item as a function call, as the output of one, or as both; empty where the item is left out."""
         fields = self.model_extra or {}
         found = next((fields[name] for name in GIVEN_BACK.get(self.type, ()) if fields.get(name)), None)
         if self.type in get_args(WholeKind) and found is None:
-            return []  # a call without its output would wait for one for ever
+            return []  # no later item brings the output, so the call would never get one
         call_id = str(fields.get("call_id") or fields.get("id") or self.type)
         made: list[CalledTool | ToolResult] = []
         if self.type in ARGUMENTS:
@@ -102,13 +100,13 @@ class OtherItem(Strict):
 
 
 def _arguments(given: Any, field: str) -> str:
-    """What a tool was given as the JSON text of an object: the object itself, or one with the value as its field."""
+    """Return a tool's arguments as the JSON text of an object; any other value becomes its only field, `field`."""
     found = loaded(given) if isinstance(given, str) and field == "arguments" else given
     return json.dumps(found if isinstance(found, dict) else {field: given}, ensure_ascii=False)
 
 
 def _text(given: Any) -> str:
-    """What a tool gave back as text: the texts of parts, or JSON."""
+    """Return the output of a tool as text: a string itself, the joined texts of parts, or JSON."""
     if given is None or isinstance(given, str):
         return given or ""
     if isinstance(given, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in given):

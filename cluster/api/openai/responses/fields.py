@@ -1,14 +1,14 @@
-"""What becomes of each field of /v1/responses that its body does not honour; see `cluster.api.core.fields`."""
+"""How /v1/responses treats the fields that it does not honour; `cluster.api.core.fields` explains the kinds."""
 
 from typing import Any
 
 from cluster.api.core.fields import FieldTable
 from cluster.api.core.translated import table_of
 
-# They tune what is kept of prompts, or limit tools of a kind that is left out anyway, so they cannot change the answer.
+# They tune the prompt cache, or tools of a kind that is left out anyway, so they cannot change the answer.
 HARMLESS = frozenset({"max_tool_calls", "prompt_cache_retention", "image"})
 
-# Not honoured, with the values (besides null) that ask for nothing and so pass.
+# Not honoured, with the neutral values (besides null), which mean "off" and are accepted.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "previous_response_id": (),
     "conversation": (),

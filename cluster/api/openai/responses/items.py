@@ -1,4 +1,4 @@
-"""The input of a response: messages, calls of tools, what these gave back, and reasoning that is passed back."""
+"""The input items of /v1/responses (messages, tool calls, outputs, reasoning), and their chat messages."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -18,14 +18,14 @@ Role = Literal["user", "assistant", "system", "developer"]
 
 
 class InputText(Strict):
-    """A part of a message's content."""
+    """A text part in the content of a message."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
 
 
 class RefusalPart(Strict):
-    """A part of an assistant's content, passed back."""
+    """A refusal in the content of an earlier assistant message."""
 
     type: Literal["refusal"]
     refusal: str
@@ -44,7 +44,7 @@ Output = Annotated[str, PlainValidator(_message_text, json_schema_input_type=str
 
 
 class MessageItem(Strict):
-    """A message of anyone; those of the assistant may be output items as they came."""
+    """A message of any role. An assistant message may be an output item of an earlier response, unchanged."""
 
     type: Literal["message"] = "message"
     role: Role
@@ -52,11 +52,11 @@ class MessageItem(Strict):
 
 
 class TextInput(MessageItem):
-    """The whole input as a text: one message of the user."""
+    """An `input` that is a plain string: one user message."""
 
 
 class FunctionCallItem(Strict):
-    """A call that the assistant made. `arguments` is a JSON text."""
+    """A function call of the assistant. `arguments` is JSON as text."""
 
     type: Literal["function_call"]
     call_id: Text
@@ -66,7 +66,7 @@ class FunctionCallItem(Strict):
 
 
 class CustomCallItem(Strict):
-    """A call of a custom tool that the assistant made, with the text that it gave the tool."""
+    """A custom tool call of the assistant, with its input text."""
 
     type: Literal["custom_tool_call"]
     call_id: Text
@@ -76,7 +76,7 @@ class CustomCallItem(Strict):
 
 
 class CallOutputItem(Strict):
-    """What a function or a custom tool that was called gave back."""
+    """The output of a function call or a custom tool call."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: Text
@@ -84,14 +84,14 @@ class CallOutputItem(Strict):
 
 
 class AdditionalToolsItem(Strict):
-    """Tools that are declared beside those of the body."""
+    """An item that declares more tools, in addition to `tools` of the body."""
 
     type: Literal["additional_tools"]
     tools: list[Any]
 
 
 class ThoughtPart(Strict):
-    """A part of what the model thought."""
+    """A part of the model's reasoning or of its summary."""
 
     type: Literal["reasoning_text", "summary_text"]
     text: str
@@ -101,7 +101,7 @@ Thoughts = Annotated[str, PlainValidator(_thought_text, json_schema_input_type=l
 
 
 class ReasoningItem(Strict):
-    """What the model thought, passed back. Where `content` is empty, the summary stands for it."""
+    """Reasoning of an earlier response. Where `content` is empty, the summary is used instead."""
 
     type: Literal["reasoning"]
     content: Thoughts = ""
@@ -127,11 +127,11 @@ NOT_TAKEN = "items may be message, function_call, function_call_output, reasonin
 
 
 def items_of(value: Any) -> list[Item]:
-    """The items of `input`, a text being one message of the user.
+    """Return the items of `input`; a string becomes one user message.
 
     Raises:
         ApiError: 400 that names the item and the field.
-        ValueError: it is neither a text nor a list of items.
+        ValueError: `value` is neither a string nor a non-empty list.
     """
     if isinstance(value, str):
         return [TextInput(role="user", content=readable(value))]
@@ -156,9 +156,9 @@ def _item(value: Any, path: str) -> Item:
 
 
 def dialogue_of(items: list[Item], instructions: str | None) -> Dialogue:
-    """The items as messages of a chat, after the instructions."""
+    """Return the items as chat messages, with the instructions as the first, a system message."""
     made = Dialogue()
-    if instructions:  # an empty one says nothing, and would take the place of a template's own
+    if instructions:  # an empty system message would replace the template's default one
         made.say("system", instructions, "instructions", at="")
     for at, item in enumerate(items):
         path = f"input.{at}"
@@ -189,7 +189,7 @@ def _add_other(made: Dialogue, item: OtherItem, path: str) -> None:
 
 
 def tools_in(items: Sequence[Item]) -> list[tuple[str, ResponseTool]]:
-    """The tools that items declare, each with its path: additional ones, and those that a search has found.
+    """Return the tools in input items, each with its path: declared ones, and those that a tool search has found.
 
     Raises:
         ApiError: 400 that names the tool and the field.
@@ -206,7 +206,7 @@ def tools_in(items: Sequence[Item]) -> list[tuple[str, ResponseTool]]:
 
 
 def left_out(items: Sequence[Item]) -> list[str]:
-    """Warnings about items that the model is not told of, each type once."""
+    """Return warnings about items that are left out of the prompt, each type once."""
     places: dict[str, int] = {}
     for at, item in enumerate(items):
         if isinstance(item, OtherItem) and not item.parts:

@@ -1,4 +1,4 @@
-"""The body of /v1/responses: what is honoured of it, and how it becomes a chat request."""
+"""The body of /v1/responses: its honoured fields, and its translation into a chat request."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -25,7 +25,7 @@ from cluster.api.openai.responses.tools import (
 )
 
 LOGPROBS = "message.output_text.logprobs"
-# The others ask for parts of items that no answer here has, or, for reasoning, that stand in the item itself.
+# Only LOGPROBS has an effect. Answers here have none of the other parts, and reasoning items always hold their text.
 Included = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
@@ -47,7 +47,7 @@ ORIGINS: Mapping[str, str] = {
 
 
 class TextOptions(Strict):
-    """`text`: the form of the answer. No model here has another `verbosity`."""
+    """`text`: the form of the answer. `medium` is the only verbosity that is accepted."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -56,7 +56,7 @@ class TextOptions(Strict):
 
 
 class ReasoningOptions(Strict):
-    """`reasoning`. There are no summaries of it, of any length: the reasoning itself is in its item."""
+    """`reasoning`. No summaries are made, whatever `summary` says: the reasoning item holds the reasoning itself."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -68,7 +68,7 @@ class ReasoningOptions(Strict):
 
 
 class ResponseStreamOptions(Strict):
-    """`stream_options`. `include_obfuscation` is taken and does nothing, as for the other endpoints."""
+    """`stream_options`. `include_obfuscation` is accepted and does nothing, as for the other endpoints."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -76,7 +76,7 @@ class ResponseStreamOptions(Strict):
 
 
 class ResponseRequest(TranslatedBody):
-    """The body of /v1/responses. Sampling and the extensions are the chat request's own."""
+    """The body of /v1/responses. Sampling fields and extensions are passed to the chat request unchanged."""
 
     table: ClassVar[FieldTable] = TABLE
 
@@ -102,11 +102,11 @@ class ResponseRequest(TranslatedBody):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether each text is to have the log-probabilities of its tokens."""
+        """Whether output texts must have the log-probabilities of their tokens."""
         return LOGPROBS in self.include
 
     def translated(self) -> Translated:
-        """See `TranslatedBody.translated`."""
+        """Return this body as a chat request, as described at `TranslatedBody.translated`."""
         if self.stream_options is not None and not self.stream:
             message = "stream_options: only allowed when stream is true"
             raise ApiError(message, param="stream_options", code="invalid_value")
@@ -132,16 +132,16 @@ class ResponseRequest(TranslatedBody):
 
     @cached_property
     def offered(self) -> Offered:
-        """The tools of the body and of its items, as those of a chat request."""
+        """The tools in the body and in its input items, as tools of a chat request."""
         return offered([(f"tools.{at}", tool) for at, tool in enumerate(self.tools)], tools_in(self.input))
 
     def said_beside(self) -> list[str]:
-        """Warnings about items that the model is not told of."""
+        """Return warnings about input items that are left out of the prompt."""
         return left_out(self.input)
 
 
 def _response_format(form: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """`text.format` as a chat request has it: what a schema is called stands beside it there."""
+    """Return `text.format` as a `response_format`, which has the schema and its name in `json_schema`."""
     if form is None or form.get("type") != "json_schema":
         return None if form is None else dict(form)
     return {"type": "json_schema", "json_schema": {name: part for name, part in form.items() if name != "type"}}

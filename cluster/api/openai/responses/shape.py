@@ -1,4 +1,4 @@
-"""The answer of /v1/responses: the response object, whole, or the events that build it up."""
+"""The answer of /v1/responses: the whole response object, or the events that build it."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -25,9 +25,9 @@ IN_PROGRESS, COMPLETED, INCOMPLETE, FAILED = "in_progress", "completed", "incomp
 
 
 class ResponseShape:
-    """One response. Texts become messages, thoughts reasoning items, and calls function calls, in their order.
+    """One response. Texts become message items, reasoning becomes reasoning items, calls become call items, in order.
 
-    `temperature` and `top_p` are those in use, which the response repeats like all that was asked for.
+    The response repeats the fields of the request, and `temperature` and `top_p` with their defaults filled in.
     """
 
     alive = ALIVE
@@ -44,14 +44,14 @@ class ResponseShape:
         self._sent = 0
 
     def body(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        """The response object."""
+        """Return the whole response object."""
         for delta in deltas:
             for _ in self._changed(delta):
                 pass
         return self._response(self._end_status())
 
     def events(self, delta: Delta) -> bytes:
-        """The events of one delta; before the first those of the beginning, after the last those of the end."""
+        """Return the events of one delta; the first delta also opens the response, and the last one ends it."""
         made = b"" if self._sent else self._framed([self._lifecycle("created"), self._lifecycle(IN_PROGRESS)])
         made += self._framed(self._changed(delta))
         if self._finish is not None:
@@ -59,11 +59,11 @@ class ResponseShape:
         return made
 
     def end(self) -> bytes:
-        """Nothing: the last delta has brought the end."""
+        """Return nothing: `events` of the last delta has ended the response."""
         return b""
 
     def failed(self, error: ApiError) -> bytes:
-        """The error, and the response that failed."""
+        """Return the event of the error, and that of the failed response."""
         told = {"code": error.code, "message": error.message, "param": error.param}
         response = self._response(FAILED) | {"error": {"code": "server_error", "message": error.message}}
         return self._framed([("error", told), ("response.failed", {"response": response})])
@@ -82,7 +82,7 @@ class ResponseShape:
         return INCOMPLETE if self._finish == "length" else COMPLETED
 
     def _changed(self, delta: Delta) -> Iterator[Sent]:
-        """The events about items that one delta makes."""
+        """Yield the events about output items that one delta causes."""
         if self._wants_logprobs and delta.logprobs:
             self._wait(delta)
         for change in self._sections.take(delta.events):
@@ -124,7 +124,7 @@ class ResponseShape:
         elif section.kind == "thought":
             yield "response.reasoning_text.done", self._at_part(section) | {"text": section.text}
         else:
-            if due := self._due(section):  # of tokens without a text, such as the one that ends it
+            if due := self._due(section):  # log-probabilities of tokens without text, such as a stop token
                 yield "response.output_text.delta", self._at_part(section) | {"delta": "", "logprobs": due}
             done = {"text": section.text, "logprobs": self._logprobs.get(section.index, [])}
             yield "response.output_text.done", self._at_part(section) | done
@@ -144,11 +144,11 @@ class ResponseShape:
         return f"{ITEM_IDS[kind]}_{self._about.call_id.removeprefix('resp_')}_{section.index}"
 
     def _own(self, section: Section) -> Own:
-        """What the client calls the tool of a call. A name that is no tool's is the model's own, of a function."""
+        """Return the client's name and kind of the called tool. A name that no tool has counts as a function."""
         return self._names.get(section.name) or Own("function", section.name)
 
     def _status_of(self, section: Section) -> str:
-        """What is cut off is not complete: the last item of an answer that reached its limit."""
+        """Return the status of a finished item: incomplete for the last one of an answer that reached its limit."""
         cut = self._finish == "length" and section is self._sections.all[-1]
         return INCOMPLETE if cut else COMPLETED
 
@@ -167,7 +167,7 @@ class ResponseShape:
         return {"type": "message", **head, "role": "assistant", "content": [self._part(section)]}
 
     def _call(self, section: Section, head: dict[str, Any]) -> dict[str, Any]:
-        """The item of a call, which the client's kind of tool decides."""
+        """Return the item of a call, by the kind of the client's tool."""
         own = self._own(section)
         if own.kind == "tool_search":
             arguments = loaded(section.text) if section.text else {}
@@ -178,7 +178,7 @@ class ResponseShape:
         return {"type": item, **head, "call_id": section.call_id, "name": own.name, given: section.text, **space}
 
     def _wait(self, delta: Delta) -> None:
-        """Keep the log-probabilities of a delta for its text, which may come later; those of thoughts and calls go."""
+        """Keep the log-probabilities of a delta until its text comes; drop those of reasoning and calls."""
         if delta.events and not any(isinstance(one, TextPiece) for one in delta.events):
             self._waiting = []
             return
@@ -196,7 +196,7 @@ class ResponseShape:
         return tokenizer.token_text(token_id)
 
     def _response(self, status: str) -> dict[str, Any]:
-        """The response object as it is now; items that are still open are not in it."""
+        """Return the response object; `output` and `usage` are filled in only when it is completed or incomplete."""
         about, over = self._about, status in (COMPLETED, INCOMPLETE)
         return {
             "id": about.call_id,
@@ -224,7 +224,7 @@ class ResponseShape:
 
 
 def repeated(asked: ResponseRequest) -> dict[str, Any]:
-    """What a response repeats of its request, with what holds where nothing was said."""
+    """Return the fields that a response repeats from its request, with defaults for those left out."""
     choice = asked.tool_choice
     form = asked.text.format
     effort = asked.reasoning.effort if asked.reasoning else None

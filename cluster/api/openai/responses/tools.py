@@ -1,7 +1,7 @@
-"""The tools of a response: how those of each type become tools of a chat, and how their calls are told.
+"""The tools of /v1/responses: how each type becomes tools of a chat request, and which tool a call belongs to.
 
-Functions and custom tools are the client's own. A namespace is its tools, each under the name `NAMESPACE.TOOL`. A
-search for tools that the client runs is a function. All other types are left out, with a warning; see `..tools`.
+Functions and custom tools stay what they are. Each tool in a namespace gets the name `NAMESPACE.TOOL`. A tool search
+that the client runs becomes a function. All other types are left out with a warning, as in `cluster.api.core.tools`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,7 +21,7 @@ Schema = Annotated[dict[str, Any], AfterValidator(readable_json)]
 
 
 class FunctionTool(Strict):
-    """A function that may be called."""
+    """A function tool."""
 
     type: Literal["function"]
     name: Text
@@ -31,7 +31,7 @@ class FunctionTool(Strict):
 
 
 class ResponseInputFormat(Strict):
-    """What the text of a custom tool may be: any text, or one in a grammar, which has a syntax and a definition."""
+    """The format of a custom tool's input: any text, or text that follows a grammar (`syntax`, `definition`)."""
 
     type: Literal["text", "grammar"]
     syntax: Literal["lark", "regex"] | None = None
@@ -39,7 +39,7 @@ class ResponseInputFormat(Strict):
 
 
 class ResponseCustomTool(Strict):
-    """A tool that takes one text."""
+    """A custom tool: it takes one text."""
 
     type: Literal["custom"]
     name: Text
@@ -48,7 +48,7 @@ class ResponseCustomTool(Strict):
 
 
 class SearchTool(Strict):
-    """A search for further tools, which the client runs: a function called `tool_search`."""
+    """A search for further tools that the client runs; the model sees a function called `tool_search`."""
 
     type: Literal["tool_search"]
     execution: Literal["client"]
@@ -57,7 +57,7 @@ class SearchTool(Strict):
 
 
 class NamespaceTool(Strict):
-    """Tools that are called under one name."""
+    """A group of tools under a common name."""
 
     type: Literal["namespace"]
     name: Text
@@ -70,20 +70,20 @@ ResponseTool = Single | NamespaceTool
 
 
 class NamespaceInput(NamespaceTool):
-    """A namespace as a body has it, for the description of the API."""
+    """A namespace in a body. Only for the OpenAPI schema."""
 
     tools: list[FunctionTool | ResponseCustomTool | LeftOutTool]
 
 
 class ServerSearchTool(Strict):
-    """A search for tools that the server would run; it is left out."""
+    """A tool search that the server would run; it is left out. Only for the OpenAPI schema."""
 
     type: Literal["tool_search"]
     execution: Literal["server"] | None = None
 
 
 class OtherTool(LeftOutTool):
-    """A tool that is left out, for the description of the API."""
+    """Any other tool; it is left out. Only for the OpenAPI schema."""
 
     type: str = Field(min_length=1, json_schema_extra={"not": {"enum": [*NAMING, "namespace", SEARCH]}})
 
@@ -92,11 +92,11 @@ ToolInput = FunctionTool | ResponseCustomTool | SearchTool | NamespaceInput | Se
 
 
 def read_tools(value: Any, path: str = "tools") -> list[ResponseTool]:
-    """The tools of a body, which stand under `path`.
+    """Return a list of tools; `path` is the path of the list in the body.
 
     Raises:
         ApiError: 400 that names the tool and the field.
-        ValueError: it is no list.
+        ValueError: `value` is not a list.
     """
     if not isinstance(value, list):
         raise ValueError(f"must be a list, got {shown(value)}")
@@ -104,7 +104,7 @@ def read_tools(value: Any, path: str = "tools") -> list[ResponseTool]:
 
 
 def _read(value: Any, path: str, inside: bool = False) -> ResponseTool:
-    """One tool; `inside` of a namespace there is no other one, and no search."""
+    """Read one tool. `inside`: the tool is in a namespace, which may hold no namespace and no tool search."""
     kind = value.get("type", "") if isinstance(value, dict) else ""
     if kind == "custom":
         return _checked(read_at(ResponseCustomTool, value, path), f"{path}.format")
@@ -128,7 +128,7 @@ def _checked(tool: ResponseCustomTool, path: str) -> ResponseCustomTool:
 
 
 class Own(NamedTuple):
-    """What a client calls a tool: of which kind it is, its name, and its namespace, if it has one."""
+    """The client's own identification of a tool: kind, name, and namespace if it has one."""
 
     kind: Kind
     name: str
@@ -136,14 +136,14 @@ class Own(NamedTuple):
 
 
 def joined(name: str, namespace: str | None) -> str:
-    """The name by which the model calls a tool of a namespace."""
+    """Return the name by which the model calls a tool, prefixed by its namespace if it has one."""
     return f"{namespace}.{name}" if namespace else name
 
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """The tools of a body as those of a chat request. `origins` are paths of the chat request's fields by those of the
-    body; `names` says of each name that the model calls what the client calls it.
+    """The tools of a body as tools of a chat request. `origins` maps paths of the chat request to paths of the body;
+    `names` maps the names that the model uses to the client's own.
     """
 
     chat: list[dict[str, Any]]
@@ -152,8 +152,8 @@ class Offered:
 
 
 def offered(tools: Iterable[tuple[str, ResponseTool]], found: Iterable[tuple[str, ResponseTool]] = ()) -> Offered:
-    """The tools, each with its path in the body, as those of a chat request. Of those that were `found` since, such as
-    by a search, one whose name is taken is the same tool again.
+    """Return tools, each with its path in the body, as tools of a chat request. `found` tools come from input items,
+    such as the result of a search; one with a known name is the same tool again, and is skipped.
     """
     made = Offered([], {}, {})
     for again, (path, tool) in [*((False, one) for one in tools), *((True, one) for one in found)]:
@@ -173,13 +173,13 @@ def offered(tools: Iterable[tuple[str, ResponseTool]], found: Iterable[tuple[str
 
 
 def _full_name(tool: Single, space: NamespaceTool | None) -> str:
-    """The name by which the model calls a tool; that of one that is left out says nothing."""
+    """Return the name by which the model calls a tool; meaningless for a tool that is left out."""
     name = SEARCH if isinstance(tool, SearchTool) else str(tool.name)
     return joined(name, None if space is None else space.name)
 
 
 def _members(path: str, tool: ResponseTool) -> Iterator[tuple[str, NamespaceTool | None, Single]]:
-    """The tools that one tool stands for, each with its path and its namespace."""
+    """Yield (path, namespace, tool) for a tool, or for each tool of a namespace."""
     if isinstance(tool, NamespaceTool):
         yield from ((f"{path}.tools.{at}", tool, member) for at, member in enumerate(tool.tools))
     else:
@@ -205,9 +205,7 @@ def _chat_tool(tool: Single, space: NamespaceTool | None) -> dict[str, Any]:
 
 
 class NamedChoice(Strict):
-    """`tool_choice`: this function or custom tool has to be called. One of a namespace may be named with it or
-    without.
-    """
+    """`tool_choice`: this function or custom tool must be called. The namespace of the tool may be left out."""
 
     type: Literal["function", "custom"]
     name: Text
@@ -215,7 +213,7 @@ class NamedChoice(Strict):
 
 
 class AllowedTools(Strict):
-    """`tool_choice`: only these of the tools may be called, or have to be."""
+    """`tool_choice`: only these tools may be called; with mode `required` one of them must be."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -223,7 +221,7 @@ class AllowedTools(Strict):
 
 
 class AllowedToolsInput(AllowedTools):
-    """Allowed tools as a body has them, for the description of the API."""
+    """Allowed tools in a body. Only for the OpenAPI schema."""
 
     tools: list[NamedChoice | LeftOutTool] = Field(min_length=1)
 
@@ -234,11 +232,11 @@ NOT_CALLED = "it is not run by this server; choose a tool of type 'function' or 
 
 
 def read_choice(value: Any) -> ToolChoice:
-    """`tool_choice` of a body.
+    """Return the `tool_choice` of a body.
 
     Raises:
         ApiError: 400 that names the field.
-        ValueError: it is neither a known word nor an object.
+        ValueError: `value` is neither a known word nor an object.
     """
     if isinstance(value, str):
         if value not in ("none", "auto", "required"):
@@ -259,7 +257,7 @@ def read_choice(value: Any) -> ToolChoice:
 
 
 def _allowed(value: Any, path: str) -> NamedChoice | LeftOutTool:
-    """One of the allowed tools. A namespace, and a tool that is left out, are of any other type."""
+    """Read one allowed tool. A namespace, and any tool that is left out, becomes a `LeftOutTool` with its type."""
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == SEARCH:
         return NamedChoice(type="function", name=SEARCH)
@@ -269,7 +267,7 @@ def _allowed(value: Any, path: str) -> NamedChoice | LeftOutTool:
 
 
 def chat_choice(choice: ToolChoice, names: Mapping[str, Own]) -> Any:
-    """`tool_choice` as a chat request has it; `names` are those of `Offered`."""
+    """Return `tool_choice` in the form of a chat request; `names` are those of `Offered`."""
     if isinstance(choice, NamedChoice):
         return _named(choice, names)
     if isinstance(choice, AllowedTools):
@@ -279,7 +277,7 @@ def chat_choice(choice: ToolChoice, names: Mapping[str, Own]) -> Any:
 
 
 def _allowed_of(tool: NamedChoice | LeftOutTool, names: Mapping[str, Own]) -> list[dict[str, Any]]:
-    """One of the allowed tools as a chat request has it: of a namespace all of its tools."""
+    """Return one allowed tool in the form of a chat request; for a namespace, all of its tools."""
     if isinstance(tool, NamedChoice):
         return [_named(tool, names)]
     if tool.type != "namespace":
@@ -289,10 +287,10 @@ def _allowed_of(tool: NamedChoice | LeftOutTool, names: Mapping[str, Own]) -> li
 
 
 def _named(choice: NamedChoice, names: Mapping[str, Own]) -> dict[str, Any]:
-    """A choice by the name that the model calls: a name alone may be that of one tool in some namespace.
+    """Return a choice under the name that the model uses. A name without a namespace may be a tool of any namespace.
 
     Raises:
-        ApiError: 400: several namespaces have a tool of this name.
+        ApiError: 400 if several namespaces have a tool of this name.
     """
     name = joined(choice.name, choice.namespace)
     if name not in names:
