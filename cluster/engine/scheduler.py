@@ -180,7 +180,7 @@ class Scheduler:
         """
         plan = Schedule()
         self._publish()  # first, so that requests admitted now find the pages of the last step
-        plan.decodes, plan.retracted = self._make_room()  # decoding comes first: it gets pages before prompts do
+        plan.decodes, plan.retracted = self._make_room()  # decoding requests get their pages before new prompts do
         prefill_budget = self._prefill_budget(plan, busiest)
         room = self._room(plan, prefill_budget, busiest, prefilling)
         for sequence in self.running:
@@ -255,7 +255,7 @@ class Scheduler:
         """Add the next chunk of a request's prompt to the step, as far as its budget allows."""
         start, end = sequence.reach, len(sequence.tokens)
         if sequence.scores_left(start, end):
-            if not room.scored:  # the request waits: a row computed without its score would be lost
+            if not room.scored:  # no scored row is left in this step: the request waits for the next one
                 return
             end = min(end, start + room.scored)
         stop = start + room.take(start, end)
@@ -328,8 +328,8 @@ class Scheduler:
         return self._cache.next(sequence.tokens, self._ahead, sequence.lease, sequence.request.cache_salt)
 
     def _growth(self, sequence: RequestState) -> int:
-        """The most pages that a running request can need for its next step. The step that now begins commits at most
-        S + 1 tokens; a request that is then at its limit has ended and needs none (`longest`).
+        """The most new pages that a running request can need for its next step. The step that now begins commits at
+        most S + 1 tokens, and a request that still runs has at most `longest` committed.
         """
         assert sequence.lease is not None, "only running requests grow"
         if sequence.prefilling:
@@ -339,8 +339,8 @@ class Scheduler:
         return max(0, self._cache.pages_for(most + self._window_of(sequence)) - sequence.lease.pages)
 
     def _admit(self, sequence: RequestState, spare: int) -> bool:
-        """Open a lease if that leaves `spare` pages free, and the pages of its own first window. Otherwise the next step
-        would have to retract a request because of this admission.
+        """Open a lease if that leaves `spare` pages free, and the pages of its own first window: an admission must not
+        cause a retraction in the next step.
         """
         known = len(sequence.tokens)
         window = self._cache.pages_for(known + self._window_of(sequence)) - self._cache.pages_for(known)
@@ -355,7 +355,7 @@ class Scheduler:
 
 def mode_of(drawing: Iterable[RequestParams]) -> SamplingMode:
     """The sampling mode of a step in which requests with these parameters draw tokens."""
-    mode = 0  # a plain int: `|=` on an `IntFlag` costs far more, for every request in every step
+    mode = 0  # a plain int, because `|=` on an `IntFlag` is slow
     for params in drawing:
         if not params.greedy:
             mode |= SamplingMode.NOISY.value
