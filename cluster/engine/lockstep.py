@@ -78,9 +78,9 @@ class Lockstep:
         self.leaving = True
 
     def run(self, order: StepInput, requests: int, num_steps: int, decode_us: int = 0) -> GangStep:
-        """Begin one step with the gang; `read` waits for its end. `order` is the work of this group, empty on a follower.
-        `requests` counts this rank's waiting and running requests, `num_steps` is its vote for the tier, `decode_us`
-        the predicted time of its decoding.
+        """Begin one step with the gang; `read` waits for its end. `order` is the work of this group (empty on a
+        follower), `requests` the number of this rank's waiting and running requests, `num_steps` its vote for the tier,
+        `decode_us` the predicted time of its decoding.
 
         Raises:
             OutOfStepError: ranks disagree, or this rank was about to deviate from the script.

@@ -39,8 +39,8 @@ class StepInFlight:
 
 @dataclass(frozen=True, slots=True)
 class ReadStep:
-    """A step whose results were read. It took `took` seconds, counted from the end of the step before it; this rank was
-    inside collectives for `waited` of them and outside for `own`.
+    """A step whose results were read. `took` are the seconds since it began or since the step before it was read,
+    whichever is later. This rank spent `waited` seconds in collectives and `own` outside.
     """
 
     flight: StepInFlight
@@ -166,7 +166,7 @@ class Rank:
         before, self._read_at = self._read_at, time.perf_counter()
         took = self._read_at - max(flight.began, before)
         waited = flight.ran.waits.take()
-        own = max(0.0, took - waited)  # `waited` may include time before `took` began: agreeing overlaps the step before
+        own = max(0.0, took - waited)  # `waited` may begin before `took` does: to agree overlaps the step before
         self._own_seconds += own
         return ReadStep(flight, given, took, own, waited)
 
@@ -197,7 +197,7 @@ class Follower(Rank):
     def step(self) -> StepResult:
         """Run the leader's step on this rank's shards."""
         lockstep, began = self._lockstep, time.perf_counter()
-        ran = lockstep.run(StepInput(), 0, len(lockstep.shapes) - 1)  # the deepest tree, so the leader's vote decides
+        ran = lockstep.run(StepInput(), 0, len(lockstep.shapes) - 1)  # the plan ignores votes of followers
         landed = self._begin(StepInFlight(Schedule(), ran, began, {"agree": ran.agreed}))
         stats = StepStats(rank=lockstep.mesh.rank)
         if landed is not None:
