@@ -24,7 +24,7 @@ class RankFacts(NamedTuple):
     """One rank's row of the table: a header that must be equal on all ranks, then the work of its group.
 
     Header: `epoch` counts the starts of the gang, `step` its steps; `digest` is that of the last plan; `calls` counts
-    the collectives that this rank has entered. `rule` is a checksum of everything else that determines plans and
+    the collectives of this rank so far. `rule` is a checksum of everything else that determines plans and
     scripts, `captured` one of the keys of captured programs. Equal within a group only: `order` and `results`,
     checksums of the last step input and of the last results read.
     Work: the numbers of `decodes`, `prompt_rows`, `finals` (prompts that finish) and `scored` rows (prompt rows that
@@ -163,8 +163,8 @@ class PlanRule:
             mode=mode,
             scored=tuple(f.scored for f in groups),
             forced=self._forced(sizes, shape.room) if SamplingMode.CONSTRAINED in mode else 0,
-            # Exact counts wait for the device and vary, so a captured program cannot hold them. Padded rows and a single
-            # group gain little: there `gather` needs no counts.
+            # Counts are read from the device, so steps whose sizes must be known before (captured or padded) cannot
+            # use them. With one group every rank has all rows anyway.
             counted=self.apart and not captured and not padded and len(groups) > 1,
         )
 
