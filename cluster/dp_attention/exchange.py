@@ -2,7 +2,7 @@
 
 Every rank makes the same calls, in the order of the script and with the planned numbers of rows. Over an axis of one
 rank a call is the identity. A rank that is about to make a wrong call, or one with wrong row counts, raises before it
-enters the collective: gloo and NCCL would hang or end the process.
+enters the collective, because a wrong size can end a gloo process without a Python exception.
 Legend: T own rows (of this rank's group), T' rows scored, H hidden, v columns of a shard, n shards, k numbers.
 """
 
@@ -112,10 +112,10 @@ class Exchange:
         return self._collect(rows, call)
 
     def to_experts(self, rows: Tensor, experts: ExpertParallelLayer, common: Tensor | None) -> Tensor:
-        """Own rows `[T, H]` -> the sums of their experts' outputs. Ranks first exchange counts; then each sends the rows
-        that it carries to the ranks of their experts. The bits are those of `gather` and `scatter`.
+        """Own rows `[T, H]` -> the sums of their experts' outputs. Ranks first exchange counts; then each one sends the
+        rows that it carries to the ranks of their experts. The bits are those of `gather` and `scatter`.
         """
-        start, stop = self._mesh.attn.part.span(rows.shape[0])  # all ranks of a group have its rows: each carries a share
+        start, stop = self._mesh.attn.part.span(rows.shape[0])  # each rank of a group carries a share of its rows
         mine = rows[start:stop]
         weights, chosen, parts = experts.choose(mine)
         all2all = AllToAll(parts, self._parts, self._mesh.world.size)

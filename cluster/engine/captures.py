@@ -44,7 +44,7 @@ class Captures:
 
 
 def captures_of(config: EngineConfig, device: torch.device, models: RankModels, mesh: Mesh) -> Captures | None:
-    """Return how steps are captured; None if they are not. On a GPU the log then says why.
+    """Return how steps are captured; None if they are not. On a GPU the log says why, unless capture is off.
 
     By default steps without prompts are captured, because they recur. On a GPU this needs Triton's kernels, whose
     launches do not depend on lengths. On a CPU it needs the kernels in C, which replay faster than torch runs eagerly;
@@ -67,7 +67,7 @@ def captures_of(config: EngineConfig, device: torch.device, models: RankModels, 
 
 
 def _graphs(config: EngineConfig, models: RankModels, mesh: Mesh) -> Captures | None:
-    """`captures_of` on a GPU. A reason `why` not to capture is an error with capture on, otherwise a line in the log."""
+    """`captures_of` on a GPU. A reason `why` not to capture is an error with capture on, else a line in the log."""
     if config.capture == "off":
         return None
     kernels, why, remedy = models.kernels, "", "attention_backend to triton"

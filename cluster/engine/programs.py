@@ -39,8 +39,8 @@ UNLIKE = (
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A captured step: the inputs that it reads, the checks before each replay (`ahead`), its exchange calls, the number
-    of collectives in them (`entered`), and a checksum of its key (`number`).
+    """A captured step: the inputs that it reads, the checks before each replay (`ahead`), its exchange calls, and the
+    number of collectives in them (`entered`). `number` is a checksum of its key.
     """
 
     inputs: ProgramInputs
