@@ -143,7 +143,7 @@ class HostBounds(NamedTuple):
 
     No decoding request has more than `longest` tokens committed; request i has at least `least[i]` (empty: unknown).
     `chunks` are `(start, stop)` of the prompt chunks, in order of length. Each window has `forced` slots more than
-    without grammars. `turn` is the buffer set to use: steps that may be under way together have different ones.
+    without grammars. `turn` is the buffer set to use: steps that may be in flight together have different ones.
     """
 
     longest: int = 0
@@ -159,7 +159,7 @@ class TreeRows:
 
     `rows` `[R]` are the table rows of the requests, `lens` `[R]` their committed tokens; every row sees all of these.
     `bits` `[R or 1, q, ceil(width / 32)]` int32 is the mask over the first `width` window slots: a row sees its
-    ancestors and itself. They are one per position, so a row's position = its request's `lens` + popcount(bits) - 1.
+    ancestors and itself, one slot per position. So a row's position is its request's `lens` + popcount(bits) - 1.
     """
 
     rows: Tensor
@@ -195,7 +195,7 @@ class AttentionMetadata:
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """Sampling parameters of B requests, `[B]` each. `noisy`: a request samples; `filtered`: one that samples filters.
+    """Sampling parameters of B requests, `[B]` each. `noisy`: a request samples; `filtered`: such a request filters.
 
     Greedy requests have `inverse_temperature` 1 and `noise_scale` 0, so greedy and sampled rows share one code path.
     """

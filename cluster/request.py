@@ -12,7 +12,7 @@ from typing import Literal
 FinishReason = Literal["stop", "length", "abort", "error"]
 ErrorCode = Literal["nonfinite_logits", "slow_grammar"]
 MOST = 2**31  # exclusive upper bound of token counts
-HOTTEST = 1e6  # highest temperature; bans are finite (-1e30) and are divided by it, so they stay effective
+HOTTEST = 1e6  # highest temperature: it divides bans, which are finite (-1e30) and must stay effective
 GREEDY_BELOW = 1e-5  # lower temperatures are served as greedy: dividing by them overflows, and the result is the same
 
 

@@ -69,9 +69,7 @@ def flows(table: Table, rank: int) -> tuple[list[int], list[int]]:
 
 
 def impossible(table: Table, carried: Sequence[int], active: int) -> int | None:
-    """Return the first rank whose counts are impossible for the rows that it carries; None if there is none. Each row
-    takes `active` experts, so it goes to at least one part and at most to min(active, parts).
-    """
+    """Return the first rank whose counts are impossible for its rows. A row goes to 1 to min(active, parts) parts."""
     for rank, (counts, rows) in enumerate(zip(table, carried, strict=True)):
         most = rows * min(active, len(counts))
         if not all(0 <= count <= rows for count in counts) or not rows <= sum(counts) <= most:

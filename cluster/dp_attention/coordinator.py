@@ -13,9 +13,7 @@ from cluster.dp_attention.plan import GROUP_HEADER, HEADER, Ops, PlanRule, RankF
 
 
 class Coordinator:
-    """Keeps one rank in step with its gang. Headers also carry checksums of the last step input and results, so a rank
-    that has diverged is found at the next step.
-    """
+    """Keeps one rank in step with its gang. Headers carry checksums of inputs and results, to find divergence."""
 
     def __init__(
         self, mesh: Mesh, rule: PlanRule, shapes: Sequence[TreeShape], target: Ops, draft: Ops | None = None

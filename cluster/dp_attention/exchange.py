@@ -285,9 +285,7 @@ class Exchange:
         return result
 
     def _counts(self, call: ScriptCall) -> list[int]:
-        """The rows that each rank of the world carries: the n ranks of a group split its rows evenly. Rank i gets the
-        rows from rows * i // n to rows * (i + 1) // n, as `Shard.span`.
-        """
+        """The rows that each rank of the world carries: the ranks of a group split its rows as `Shard.span` does."""
         n = self._mesh.attn.size
         return [rows * (i + 1) // n - rows * i // n for rows in call.rows for i in range(n)]
 

@@ -1,5 +1,4 @@
-"""Pads a step input to the planned rows. Idle rows are computed like others, on the sink page, so no phase needs a
-special case.
+"""Pads a step input to the planned rows. Idle rows are computed like others, on the sink page: no special cases.
 
 An idle request uses the last row of the page table, whose slots are all in the sink page, and the same row of the
 carried draft inputs: `EagleDraftInput.create_idle_input` made it, with the widths of `hidden_size_for`.

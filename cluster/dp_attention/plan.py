@@ -24,9 +24,9 @@ class RankFacts(NamedTuple):
     """One rank's row of the table: a header that must be equal on all ranks, then the work of its group.
 
     Header: `epoch` counts the starts of the gang, `step` its steps; `digest` is that of the last plan; `calls` counts
-    the collectives of this rank so far. `rule` is a checksum of everything else that determines plans and
-    scripts, `captured` one of the keys of captured programs. Equal within a group only: `order` and `results`,
-    checksums of the last step input and of the last results read.
+    the collectives of this rank so far. `rule` is a checksum of everything else that determines plans and scripts,
+    `captured` one of the keys of captured programs. Equal within a group only: `order` and `results`, checksums of the
+    last step input and of the last results read.
     Work: the numbers of `decodes`, `prompt_rows`, `finals` (prompts that finish) and `scored` rows (prompt rows that
     return log-probabilities); `order_words` is the packed length of the step input, `mode` its mode; `num_steps` is the
     rank's vote for the tree depth, `requests` the number of its waiting and running requests, `decode_us` the predicted
@@ -73,9 +73,10 @@ class StepPlan(NamedTuple):
     """The work of all ranks in one step. Entry g of each tuple belongs to attention group g.
 
     `decodes`, `prompt_rows` and `finals` are the rows that requests need; `sizes` are the rows that run, with padding.
-    `scored` counts the prompt rows that return log-probabilities. `captured`: the step may run as a captured program of
-    its `key`. `num_steps` is the tier, the minimum of the votes. `forced` nodes of each tree are reserved for grammars.
-    `mode` is the union of all groups' modes. `quiet`: no rank has requests. `leaving`: the gang ends with this step.
+    `scored` counts the prompt rows that return log-probabilities. `captured`: the step may be captured, or
+    replayed, as the program of its `key`. `num_steps` is the tier, the minimum of the votes. `forced` nodes of each
+    tree are reserved for grammars. `mode` is the union of all groups' modes. `quiet`: no rank has requests. `leaving`:
+    the gang ends with this step.
     `counted`: with expert-parallel experts, the ranks first exchange counts and then send each row only to the parts
     that hold its experts; otherwise every row goes to every part.
     """

@@ -71,7 +71,7 @@ class Buckets:
         return self.sizes[bisect_left(self.sizes, count)]
 
     def spans(self) -> list[range]:
-        """For each size, the range of request numbers that are padded to it."""
+        """For each size, the range of the numbers of requests that are padded to it."""
         return [range(below + 1, size + 1) for below, size in pairwise((0, *self.sizes))]
 
 

@@ -23,9 +23,7 @@ from cluster.sampling.parameters import SamplingTable
 
 @dataclass(frozen=True, slots=True)
 class ProgramInputs:
-    """The inputs of a step's program: the numbers sent to the device, the values that decide its shapes, its buffer set
-    (`turn`).
-    """
+    """The inputs of a step's program: numbers on the device, values that decide its shapes, its buffer set (`turn`)."""
 
     sent: Sent
     decodes: int
@@ -154,7 +152,7 @@ def positions_beyond(shape: TreeShape) -> int:
 
 
 def _stage_writes(writes: Ordered[PageWrite], staging: Staging) -> None:
-    """Stage the cleared rows, which come first in `writes`, then three lists of n: rows, entries, pages."""
+    """Stage the cleared rows, which come first in `writes`; then rows, entries, pages of the n others, as `[3 n]`."""
     cleared = [write.row for write in writes if write.entry < 0]
     staging.add("cleared", cleared)
     staging.add("written", (number for column in zip(*writes[len(cleared) :], strict=True) for number in column))

@@ -1,7 +1,4 @@
-"""Decides where a request ends: by EOS, a stop token, a stop string or max_tokens, even in the middle of a run.
-
-A run is the list of tokens that one step commits for a request.
-"""
+"""Decides where a request ends within the tokens of a step: at EOS, a stop token, a stop string or max_tokens."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -19,7 +16,7 @@ class Cut(NamedTuple):
 
 
 class FinishCheck:
-    """Finds the end of one request in its generated tokens, one run per step."""
+    """Finds the end of one request in its generated tokens. They come in runs: a run is the tokens of one step."""
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from math import inf, sqrt
 
 QUICK, SLOW = 0.2, 0.02  # relative change of a value by its first step, and the smallest by a later step
-MOST = 3.0  # largest factor for the cost of prompt rows: a machine that is busy for a while must not starve prompts
+MOST = 3.0  # limits `dearer` to [1/3, 3]: a machine that is busy for a while must not starve prompts
 TELLING = 1 / 20  # prompt rows are measured only if they are predicted to take this share of the decoding time
 
 

@@ -72,9 +72,7 @@ class Rank:
 
     @property
     def quiet(self) -> bool:
-        """Whether no rank of the gang had requests in the last step and this rank has no work now. A gang of one rank
-        checks only the latter.
-        """
+        """Whether no rank had requests in the last step, and this rank has no work now. Alone: only the latter."""
         return (self._quiet or self._lockstep.mesh.world.size == 1) and not self.has_work
 
     @property
@@ -89,9 +87,7 @@ class Rank:
 
     @property
     def progress(self) -> tuple[int, bool]:
-        """The progress counter (see `ProgressClock.marks`), and whether this rank is in a collective or waits for its
-        device.
-        """
+        """`ProgressClock.marks`, and whether this rank is in a collective or waits for its device."""
         clock = self._lockstep.mesh.world.clock
         return clock.marks, clock.waits
 
@@ -166,7 +162,7 @@ class Rank:
         before, self._read_at = self._read_at, time.perf_counter()
         took = self._read_at - max(flight.began, before)
         waited = flight.ran.waits.take()
-        own = max(0.0, took - waited)  # `waited` may begin before `took` does: to agree overlaps the step before
+        own = max(0.0, took - waited)  # the wait to agree may overlap the step before, which `took` leaves out
         self._own_seconds += own
         return ReadStep(flight, given, took, own, waited)
 

@@ -127,9 +127,7 @@ class RemainingRows:
         return self.rows > 0 and (self.pace is None or self.allowance > 0.0)
 
     def fits(self, start: Callable[[], int]) -> bool:
-        """Whether `take` would give at least one row to a prompt from `start()` on. `start` searches the radix tree, so
-        it is called only if the answer depends on it.
-        """
+        """Whether `take` would give a row from `start()` on. `start` may search the radix tree: call it if needed."""
         if not self.left or self.pace is None or self.first:
             return self.left
         return self.pace.cost(self.beside, start(), 1, self.prefilling) <= self.allowance
@@ -139,7 +137,7 @@ class RemainingRows:
         count = min(stop - start, self.rows)
         if self.pace is not None:
             paid = self.pace.rows(self.beside, start, count, self.allowance, self.prefilling)
-            # A chunk reads its whole prefix. Too few rows would cost a step little but mostly reading.
+            # A chunk reads its whole prefix, so the first one gets enough rows to make that worthwhile.
             least = self.pace.least(self.beside, start, count, self.prefilling) if self.first else 0
             count = min(count, max(paid, least))
             cost = self.pace.cost(self.beside, start, count, self.prefilling)
@@ -231,9 +229,7 @@ class Scheduler:
         sequence.leave()
 
     def _prefill_budget(self, plan: Schedule, busiest: int) -> PrefillBudget | None:
-        """Return the step time for decoding and for prompts; None if no request decodes or there is no pace. Also sets
-        `plan.decode_us`.
-        """
+        """Set `plan.decode_us`; return the step time for prompts, or None if no request decodes or there is no pace."""
         committed, pace = [s.reach for s, _ in plan.decodes], self._pace
         plan.decode_us = len(committed) if pace is None else int(pace.decoding(committed)) if committed else 0
         return pace.prefill_budget(committed, busiest) if pace is not None and (committed or busiest) else None

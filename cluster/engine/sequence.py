@@ -88,9 +88,7 @@ class RequestState:
         return len(self.scores) if self.scores_left(0, self.prompt_len) else None
 
     def scores_left(self, start: int, stop: int) -> int:
-        """How many of the prompt rows `start` to `stop - 1` must return log-probabilities: 0, or all of them without
-        the last row of the prompt, whose next token is output.
-        """
+        """How many of the prompt rows `start` to `stop - 1` must return log-probabilities: the prompt's last never."""
         if self.request.params.prompt_logprobs is None or self.told or len(self.scores) == self.prompt_len - 1:
             return 0
         return max(0, min(stop, self.prompt_len - 1) - start)
@@ -107,9 +105,7 @@ class RequestState:
 
     @property
     def longest(self) -> int:
-        """The most committed tokens of a request that still runs. The bonus token is not committed yet, and one token
-        more ends the request by max_tokens: limit - 2.
-        """
+        """The most committed tokens of a request that still runs: its bonus token follows; `limit` tokens end it."""
         return self.limit - 2
 
     @property
@@ -148,9 +144,7 @@ class RequestState:
         self.unread += 1
 
     def accepted_run(self, count: int, shape: TreeShape) -> None:
-        """Note that the results of a step from `begin_tree` were read. `count` is the accept length: it commits the old
-        bonus token and the accepted path; the new bonus token follows them.
-        """
+        """Note that a tree's results were read. They commit `count` tokens: the old bonus and the accepted path."""
         self.committed += count
         self.reach -= self.most_of(shape) - count  # `begin_tree` assumed that all levels are accepted
         self.unread -= 1

@@ -24,7 +24,7 @@ from cluster.kv.page_table import PageTable
 DRAWS = SamplingMode.NOISY | SamplingMode.FILTERED | SamplingMode.LOGPROBS | SamplingMode.ADJUSTED
 ALL = DRAWS | SamplingMode.CONSTRAINED | SamplingMode.TREES | SamplingMode.PROMPT_LOGPROBS
 SMALLER_KV = "max_total_tokens, kv_cache_gb, mem_fraction_static or capture_sizes"
-FEWEST_ROWS = 16  # an error does not advise a lower chunked_prefill_size
+FEWEST_ROWS = 16  # the lowest chunked_prefill_size that an error advises
 T = TypeVar("T")
 Measure = Callable[[int, int], int]
 """Return the bytes that the largest step with so many requests and prompt rows takes; it may run out of memory."""
@@ -91,10 +91,7 @@ def measured_needs(
     weights: int,
     trial: Callable[[RankModels, RankMemory], Lockstep],
 ) -> Needs:
-    """Return `needs_of` the models, measured with pools of one page; `trial` makes the `Lockstep` that runs the steps.
-
-    The one page and the sink page are not part of the workspace, so their bytes are subtracted.
-    """
+    """Return `needs_of` the models, measured with pools of one page; `trial` makes the `Lockstep` that runs steps."""
     resolved = models.resolved
     least = (resolved.shape.window + 2 * resolved.config.page_size) * models.token_bytes
     graphs = device.type == "cuda" and captures_of(resolved.config, device, models, mesh) is not None
@@ -106,7 +103,7 @@ def measured_needs(
         memory.begin()
         pools = allocate_pages(own, device, context_length, 1, Capacity(config.page_size, "a trial"))
         run_largest(trial(own, pools), config, context_length, pools.cache.table)
-        return memory.taken() - 2 * config.page_size * own.token_bytes
+        return memory.taken() - 2 * config.page_size * own.token_bytes  # without the page and the sink page
 
     return needs_of(resolved.config, context_length, mesh, memory, weights, least, graphs, measure)
 
