@@ -117,7 +117,7 @@ class RankInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """Load and progress of one rank. `own_seconds` is the time of its steps outside collectives.
+    """Load and progress of one rank, sent with heartbeats. `own_seconds` is the time of its steps outside collectives.
 
     The drifts are factors on `StepCosts`, learned while serving: `decode_drift` for steps that only decode,
     `prefill_drift` for steps of prompt rows only, `decode_drift` * `prompt_drift` for prompt rows beside decoding.

@@ -127,7 +127,7 @@ class RemainingRows:
         return self.rows > 0 and (self.pace is None or self.allowance > 0.0)
 
     def fits(self, start: Callable[[], int]) -> bool:
-        """Whether `take` would give a row from `start()` on. `start` may search the radix tree: call it if needed."""
+        """Whether `take` would give a row from `start()` on. `start` is called only if the answer depends on it."""
         if not self.left or self.pace is None or self.first:
             return self.left
         return self.pace.cost(self.beside, start(), 1, self.prefilling) <= self.allowance

@@ -88,7 +88,7 @@ class RequestState:
         return len(self.scores) if self.scores_left(0, self.prompt_len) else None
 
     def scores_left(self, start: int, stop: int) -> int:
-        """How many of the prompt rows `start` to `stop - 1` must return log-probabilities: the prompt's last never."""
+        """How many of the prompt rows `start` to `stop - 1` must return log-probabilities; the last never does."""
         if self.request.params.prompt_logprobs is None or self.told or len(self.scores) == self.prompt_len - 1:
             return 0
         return max(0, min(stop, self.prompt_len - 1) - start)
