@@ -195,7 +195,7 @@ class AttentionMetadata:
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """Sampling parameters of B requests, `[B]` each. `noisy`: a request samples; `filtered`: and has a filter.
+    """Sampling parameters of B requests, `[B]` each. `noisy`: a request samples. `filtered`: it has filters too.
 
     Greedy requests have `inverse_temperature` 1 and `noise_scale` 0, so greedy and sampled rows share one code path.
     """
