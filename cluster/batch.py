@@ -1,6 +1,6 @@
-"""One step's work of one rank: as plain values (`StepInput`), which travel between ranks, and as tensors (`Batch`).
+"""The work of one rank in one step: as plain values that travel between ranks (`StepInput`), and as tensors (`Batch`).
 
-Legend: R decoding requests, c prompt rows, F prompts that finish, B = R + F.
+Legend: R decoding requests, c prompt rows, F prompts that finish in the step, B = R + F.
 """
 
 from dataclasses import dataclass
@@ -12,36 +12,32 @@ from torch import Tensor
 
 
 class SamplingMode(IntFlag):
-    """What a step does besides taking the best token: `NOISY` some request samples, `FILTERED` one that samples has a
-    filter, `LOGPROBS` the target's log-probabilities are asked for, `ADJUSTED` some request has penalties or bans,
-    `CONSTRAINED` one has a grammar, `PROMPT_LOGPROBS` a prompt's log-probabilities are asked for, `TREES` one is
-    shown its trees, `WORDS` one that is adjusted has bad words.
-    """
+    """What a step does beyond greedy decoding. A flag is set if at least one request of the step needs it."""
 
-    NOISY = 1
-    FILTERED = 2
-    LOGPROBS = 4
-    ADJUSTED = 8
-    CONSTRAINED = 16
-    PROMPT_LOGPROBS = 32
-    TREES = 64
-    WORDS = 128
+    NOISY = 1  # a request samples (temperature above 0)
+    FILTERED = 2  # a request that samples has top_k, top_p or min_p
+    LOGPROBS = 4  # a request gets the log-probabilities of its output
+    ADJUSTED = 8  # a request has logit adjustments: penalties, biases, bans, min_tokens
+    CONSTRAINED = 16  # a request has a grammar
+    PROMPT_LOGPROBS = 32  # a request gets the log-probabilities of its prompt
+    TREES = 64  # a request gets the trees that were verified (`return_tree`)
+    WORDS = 128  # a request with logit adjustments has bad words
 
     @property
     def adjusts(self) -> bool:
-        """Whether logits change before tokens are drawn."""
+        """Whether logits are changed before tokens are drawn."""
         return bool(self & (SamplingMode.ADJUSTED | SamplingMode.CONSTRAINED))
 
     @property
     def repeatable(self) -> bool:
-        """Whether its steps may be captured: not with bad words, since their table grows, nor where rows of prompts are
-        scored, as their number is no part of a program's key, nor where trees are shown, which few ask for.
+        """Whether steps of this mode may be captured. Three flags prevent it: `WORDS`, as the table of bad words is
+        resized; `PROMPT_LOGPROBS`, as a program's key does not hold the number of scored rows; `TREES`, as it is rare.
         """
         return not self & (SamplingMode.WORDS | SamplingMode.PROMPT_LOGPROBS | SamplingMode.TREES)
 
 
 class DecodeRequest(NamedTuple):
-    """The request in table row `row` decodes; `most` tokens of it are committed at most, `least` for certain."""
+    """A request that decodes, in table row `row`. It has between `least` and `most` tokens committed."""
 
     row: int
     most: int
@@ -49,10 +45,10 @@ class DecodeRequest(NamedTuple):
 
 
 class PromptChunk(NamedTuple):
-    """Prompt rows `start` to `stop - 1` of the request in table row `row`.
+    """Prompt rows `start` to `stop - 1` of the request in table row `row`; `final` if they end the prompt.
 
-    `tokens` are the tokens of these rows and, unless they end the prompt (`final`), the one after them. Of the first
-    `scored` rows the log-probability of the token after them is asked for.
+    `tokens` are the tokens of these rows, then the next prompt token unless `final` (the EAGLE shift needs it). Each of
+    the first `scored` rows returns the log-probability of the token after it.
     """
 
     row: int
@@ -64,7 +60,7 @@ class PromptChunk(NamedTuple):
 
 
 class RowSampling(NamedTuple):
-    """How to sample for the request in table row `row`; see `SamplingParams`."""
+    """The sampling parameters of the request in table row `row`; see `RequestParams`."""
 
     row: int
     temperature: float
@@ -75,10 +71,10 @@ class RowSampling(NamedTuple):
 
 
 class RowPenalties(NamedTuple):
-    """How the logits of the request in table row `row` are adjusted; see `Adjustments`.
+    """The logit adjustments of the request in table row `row`; see `LogitAdjustments`.
 
-    It has `tokens` so far, of which the first `prompt_len` are its prompt, and needs `missing` more before one of the
-    tokens `late` may come.
+    `tokens` are its tokens so far; the first `prompt_len` are the prompt. The tokens `late` (EOS and stop tokens) are
+    banned until `missing` more tokens have been generated (`min_tokens`).
     """
 
     row: int
@@ -95,7 +91,7 @@ class RowPenalties(NamedTuple):
 
 
 class RowGrammar(NamedTuple):
-    """The request in table row `row` follows a compiled `grammar`; `tokens` were generated so far."""
+    """The compiled `grammar` of the request in table row `row`; `tokens` are those generated so far."""
 
     row: int
     grammar: str
@@ -103,7 +99,7 @@ class RowGrammar(NamedTuple):
 
 
 class PageWrite(NamedTuple):
-    """Page `page` became entry `entry` of table row `row`; entry -1: the row was cleared."""
+    """A change of the page table: entry `entry` of row `row` is now page `page`. Entry -1: the row is cleared."""
 
     row: int
     entry: int
@@ -111,7 +107,7 @@ class PageWrite(NamedTuple):
 
 
 class PageCopy(NamedTuple):
-    """Copy the first `tokens` cells of page `source` to page `target`, in every pool."""
+    """A copy of the first `tokens` cells of page `source` to page `target`, in every pool."""
 
     source: int
     target: int
@@ -119,13 +115,14 @@ class PageCopy(NamedTuple):
 
 
 class StepInput(NamedTuple):
-    """What a rank is to run in one step: requests that decode, and prompt `chunks` in order of length.
+    """The work of one rank in one step: the requests that decode (`decodes`), and prompt `chunks` in order of length.
 
-    How many tokens of a row are committed is the device's to know; the host knows bounds. Before the step, `lens`
-    (table row, tokens committed), `samplings`, `adjustings`, `constraints` (a row in `samplings` alone has none)
-    and `writes` are applied to the tables, then `copies` to the pools.
-    `mode` is what its own requests need; a step runs in the mode of its plan. Padding to a plan adds `idle_finals`
-    ends of prompts, all at the first prompt row, which then is idle, and has room for `chunk_places` chunks.
+    Only the device knows how many tokens of a decoding request are committed; the host knows bounds. Before the step
+    `writes`, `samplings`, `adjustings`, `constraints` and `lens` (pairs of table row, committed tokens) are written to
+    the tables; then `copies` are made in the pools. A row in `samplings` is newly admitted: if it is not in
+    `adjustings` or `constraints`, it has none. `mode` is what this rank's requests need; the step runs in the mode of
+    its plan. Padding for a captured step adds `idle_finals` idle ends of prompts, which all point at the first prompt
+    row (then an idle row), and pads the lists of chunks to `chunk_places` entries.
     """
 
     decodes: tuple[DecodeRequest, ...] = ()
@@ -142,10 +139,11 @@ class StepInput(NamedTuple):
 
 
 class HostBounds(NamedTuple):
-    """What the host knows of a step before it runs: no request has more than `longest` tokens committed, and prompt
-    chunks, in order of length, have rows `(start, stop - 1)`; windows have `forced` more slots than others. Decoding
-    request i has `least[i]` tokens committed or more; empty: nothing is known. Of steps that may be under way at the
-    same time each has another `turn`.
+    """What the host knows about a step before it runs, for `prepare` of attention backends.
+
+    No decoding request has more than `longest` tokens committed; request i has at least `least[i]` (empty: unknown).
+    `chunks` are `(start, stop)` of the prompt chunks, in order of length. Each window has `forced` slots more than
+    without grammars. `turn` is the buffer set to use: steps that may be in flight together have different ones.
     """
 
     longest: int = 0
@@ -157,11 +155,11 @@ class HostBounds(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TreeRows:
-    """q rows of each of R requests, request by request, in a draft level, verify or extend.
+    """q rows of each of R requests, request after request, in a draft level, verify or extend.
 
-    The requests are in table rows `rows` `[R]` and have `lens` `[R]` tokens committed, all of which their rows see. Of
-    the first `width` window slots they see what `bits` `[R or 1, q, ceil(width / 32)]` int32 say: a row's ancestors and
-    itself, one slot for each position, so that its own is `lens` + the number of its bits - 1.
+    `rows` `[R]` are the table rows of the requests, `lens` `[R]` their committed tokens; every row sees all of these.
+    `bits` `[R or 1, q, ceil(width / 32)]` int32 is the mask over the first `width` window slots: a row sees its
+    ancestors and itself, one slot per position. So a row's position is its request's `lens` + popcount(bits) - 1.
     """
 
     rows: Tensor
@@ -172,8 +170,8 @@ class TreeRows:
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:
-    """Chunks of n prompts in order of length: rows `indptr[i]` to `indptr[i + 1] - 1` (`[n + 1]`) are those of the
-    request in table row `rows[i]`, at positions `starts[i]` onwards. They see what is before them, and themselves.
+    """Chunks of n prompts, in order of length. Chunk i has the rows `indptr[i]` to `indptr[i + 1] - 1` (`indptr`:
+    `[n + 1]`). Its request is in table row `rows[i]`, its first position is `starts[i]`. Its mask is causal.
     """
 
     rows: Tensor
@@ -183,10 +181,10 @@ class PromptRows:
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """What attention is told of a forward: first the tree's rows, then the text's; `write` `[T]` are pool slots of the
-    new cells.
+    """The input of attention besides q, k and v. The T rows of a forward are the rows of `tree`, then those of `text`.
 
-    Rows at position `first` and above see no cell below it; what other rows give is not used, but finite.
+    `write` `[T]` are the pool slots of the new KV cells. Rows at positions from `first` on do not see cells below
+    `first`; the output of rows below it is finite but unused (later runners of a multi-layer draft).
     """
 
     write: Tensor
@@ -197,9 +195,9 @@ class AttentionMetadata:
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """Sampling parameters of B requests, `[B]` each. `noisy`: some request samples; `filtered`: some has a filter.
+    """Sampling parameters of B requests, `[B]` each. `noisy`: a request samples. `filtered`: it has filters too.
 
-    `inverse_temperature` is 1 and `noise_scale` 0 for greedy requests, so that greedy and sampled rows share one path.
+    Greedy requests have `inverse_temperature` 1 and `noise_scale` 0, so greedy and sampled rows share one code path.
     """
 
     inverse_temperature: Tensor
@@ -222,12 +220,12 @@ class SamplingBatch:
 
 @dataclass(frozen=True, slots=True)
 class PromptBatch:
-    """Prompt chunks that ride in this step.
+    """The prompt chunks of a step, as c rows.
 
-    Each row's request is in table row `rows` `[c]`; `token_ids`, `next_ids`, `positions` are `[c]` too. `next_ids` is
-    the token after each row (the EAGLE shift), 0 where the target has yet to choose it. `write` `[c]` are pool slots;
-    `text` is what attention is told of the chunks, if there are any. F chunks finish their prompt: `final_rows` `[F]`
-    are their last rows, `final_lens` `[F]` their token counts.
+    `rows` `[c]` are the table rows of their requests; `token_ids`, `next_ids`, `positions` are `[c]` too. `next_ids`
+    holds the token after each row (the EAGLE shift), 0 where the target has yet to choose it. `write` `[c]` are pool
+    slots; `text` is the chunks as attention takes them, None without chunks. For the F chunks that finish a prompt,
+    `final_rows` `[F]` are the last rows, `final_lens` `[F]` the token counts of the prompts.
     """
 
     rows: Tensor
@@ -241,18 +239,18 @@ class PromptBatch:
 
 
 def with_prompts(trees: Tensor, prompts: Tensor) -> Tensor:
-    """What belongs to rows of trees `[a, ...]`, then what belongs to rows of prompts `[b, ...]`; no copy if b is 0."""
+    """Concatenate values of tree rows `[a, ...]` and of prompt rows `[b, ...]`; returns `trees` itself if b is 0."""
     return torch.cat([trees, prompts]) if prompts.shape[0] else trees
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What this rank runs in one step.
+    """The work of one rank in one step, as tensors.
 
-    `rows` `[B]` index the request tables: the R decoding requests, `decode_rows` `[R]`, then the F whose prompt
-    finishes; `sampling` is theirs, in that order. `seq_lens` `[R]` count committed tokens, the bonus (at position
-    seq_len) not among them; `window` `[R, W]` are the pool slots after them. `mode` is what the step does. `scored`
-    `[q]` are the prompt rows of which the log-probability of the next token is asked for; None in a mode without.
+    `rows` `[B]` index the request tables: first the R decoding requests (`decode_rows` `[R]`), then the F requests
+    whose prompt finishes. `sampling` has the same order. `seq_lens` `[R]` count committed tokens without the bonus
+    token, which is at position seq_len; `window` `[R, W]` are the pool slots from there on. `scored` `[q]` are the
+    prompt rows whose next token gets a log-probability; None unless `mode` has `PROMPT_LOGPROBS`.
     """
 
     rows: Tensor
@@ -270,5 +268,5 @@ class Batch:
         return self.decode_rows.shape[0]
 
     def tree(self, bits: Tensor, width: int) -> TreeRows:
-        """What attention is told of the decoding requests; `bits` and `width` as in `TreeRows`."""
+        """The `TreeRows` of the decoding requests; `bits` and `width` as there."""
         return TreeRows(self.decode_rows, self.seq_lens, bits, width)

@@ -1,7 +1,7 @@
-"""The types of a request and its outputs.
+"""The types of a request and of its outputs.
 
-They travel between processes (REST replica -> shard and back), so they hold plain Python values only:
-no tensors, no tokenizers, no Ray.
+They travel between processes (replica -> rank and back), so they hold plain Python values only: no tensors, no
+tokenizers, no Ray.
 """
 
 import random
@@ -11,19 +11,20 @@ from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 ErrorCode = Literal["nonfinite_logits", "slow_grammar"]
-MOST = 2**31  # what numbers of tokens stay below
-HOTTEST = 1e6  # a temperature beyond which bans, which are finite, would no longer be any
-GREEDY_BELOW = 1e-5  # temperatures under this are greedy: dividing by them overflows, and the answer is the same
+MOST = 2**31  # exclusive upper bound of token counts
+HOTTEST = 1e6  # highest temperature: it divides bans, which are finite (-1e30) and must stay effective
+GREEDY_BELOW = 1e-5  # lower temperatures are served as greedy: dividing by them overflows, and the result is the same
 
 
 @dataclass(frozen=True, slots=True)
 class LogitAdjustments:
-    """Changes to a request's logits before its tokens are drawn, as vLLM has them.
+    """Changes to the logits of a request before its tokens are drawn. They have the meaning that vLLM gives them.
 
-    `bias` (token, number) is added first. `repetition_penalty` divides positive logits of tokens that occur in prompt
-    or output and multiplies negative ones; `frequency_penalty` is subtracted for every time that a token was generated,
-    `presence_penalty` once. Of `allowed_token_ids` one has to come; of `bad_words_token_ids` none comes in a row, even
-    if it begins in the prompt. Before `min_tokens` tokens no stop token and no EOS comes, and no stop string counts.
+    `bias` holds (token, number) pairs, which are added first. `repetition_penalty` applies to tokens of prompt and
+    output: it divides their positive logits and multiplies their negative ones. `frequency_penalty` is subtracted once
+    for each time that a token was generated, `presence_penalty` once in all. Only `allowed_token_ids` are generated
+    (None: all). Each entry of `bad_words_token_ids` is a sequence of tokens that is never completed, even if it begins
+    in the prompt. Until `min_tokens` tokens are generated, stop tokens and EOS are banned and stop strings ignored.
     """
 
     presence_penalty: float = 0.0
@@ -50,7 +51,7 @@ class LogitAdjustments:
                 raise ValueError(f"{name} must {remedy}, got {getattr(self, name)!r}")
 
     def token_ids(self) -> Iterator[int]:
-        """Every token that is named."""
+        """All token ids in `bias`, `allowed_token_ids` and `bad_words_token_ids`, for range checks."""
         yield from (token for token, _ in self.bias)
         yield from self.allowed_token_ids or ()
         for word in self.bad_words_token_ids:
@@ -59,14 +60,14 @@ class LogitAdjustments:
 
 @dataclass(frozen=True, slots=True)
 class RequestParams:
-    """How one request wants its tokens chosen and when it ends.
+    """How the tokens of one request are chosen, and when it ends.
 
-    `temperature` 0, or below `GREEDY_BELOW`, is greedy. `top_k` 0 and `top_p` 1.0 and `min_p` 0.0 switch a filter off;
-    the filters apply to the tempered distribution in the order top_k, top_p, min_p. `logprobs` is None for none, else
-    how many top alternatives to report beside each chosen token (0 to 20); they are log-softmax of the target's raw
-    logits. `prompt_logprobs` asks the same for the tokens of the prompt. With `max_tokens` 0 a request ends where its
-    prompt does. `adjustments` is None for a request that has none. `grammar` is a compiled grammar (`cluster.grammar`)
-    that the output follows. `return_tree` asks for the tree of each step beside its tokens.
+    A `temperature` below `GREEDY_BELOW` is greedy. `top_k` 0, `top_p` 1.0 and `min_p` 0.0 switch a filter off; filters
+    apply to the tempered distribution in the order top_k, top_p, min_p. `logprobs` None returns no log-probabilities;
+    a number from 0 to 20 returns those of each generated token and of so many likeliest tokens. They are log-softmax
+    of the target's raw logits. `prompt_logprobs` does the same for the tokens of the prompt. With `max_tokens` 0 a
+    request ends with its prompt. `grammar` is a compiled grammar (`cluster.grammar`) that the output follows.
+    `return_tree` returns the tree of each step with its tokens.
     """
 
     temperature: float = 1.0
@@ -86,7 +87,7 @@ class RequestParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is always chosen."""
+        """Whether the most likely token is always chosen."""
         return self.temperature < GREEDY_BELOW
 
     def __post_init__(self) -> None:
@@ -109,12 +110,12 @@ class RequestParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sequence to continue. Sample i of an `n > 1` call is its own Request with its own derived seed.
+    """One sequence to continue. Sample i of an API call with `n > 1` is a Request of its own, with a derived seed.
 
-    `resumed_tokens` counts tokens at the end of `prompt_token_ids` that a client has already been sent: they are part
-    of the output (stop strings, max_tokens and seeds treat them as generated) but are not sent again.
-    `routed_dp_rank` pins the request to one data-parallel rank; None leaves the choice to the router. Only requests of
-    the same `cache_salt` share computed prefixes; 0 is that of requests without one.
+    The last `resumed_tokens` of `prompt_token_ids` are output that the client has received before (a resumed stream).
+    Stop strings, max_tokens and seeds treat them as generated, but they are not sent again. `routed_dp_rank` pins the
+    request to one data-parallel rank; with None the router chooses. Requests share cached prefixes only with requests
+    of the same `cache_salt`; 0 stands for no salt.
     """
 
     request_id: str
@@ -127,9 +128,9 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The target's log-probability of one token; `top` are the likeliest tokens in its place, best first.
+    """The target's log-probability of one token. `top` are the most likely tokens at its position, best first.
 
-    `rank` counts the tokens that are at least as likely, itself included; it is 0 where nobody asked, as of an output.
+    `rank` counts the tokens that are at least as likely, itself included. Only prompt tokens have it; else it is 0.
     """
 
     token_id: int
@@ -140,10 +141,10 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationCounts:
-    """What speculation did for one request, over its life.
+    """Counters of speculation of one request, from its admission to its end.
 
-    `accepted[j]` counts steps that accepted exactly j draft tokens, so sum(accepted) == steps and a step commits
-    j + 1 tokens; `drafted` counts verified nodes other than roots.
+    `accepted[j]` counts the steps that accepted exactly j draft tokens, so sum(accepted) == steps. Such a step commits
+    j + 1 tokens. `drafted` counts verified nodes other than roots.
     """
 
     steps: int = 0
@@ -152,22 +153,22 @@ class SpeculationCounts:
 
     @property
     def accepted_tokens(self) -> int:
-        """Draft tokens accepted over all steps."""
+        """Draft tokens accepted in all steps."""
         return sum(j * count for j, count in enumerate(self.accepted))
 
     @property
     def accept_length(self) -> float:
-        """Mean tokens committed per step, bonus included; 0.0 before the first step."""
+        """Mean number of tokens committed per step, bonus token included; 0.0 before the first step."""
         return 1.0 + self.accepted_tokens / self.steps if self.steps else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class StepTree:
-    """The tree that one step verified for one request, node by node, parents before their children.
+    """The tree that one step verified for one request. A node comes after its parent.
 
-    Node 0 is the root, the last token before the step, and its own parent. The last `forced` nodes are what a grammar
-    leaves no choice about, beyond what the draft proposed. `accepted` are the nodes of the accepted path, root first;
-    `bonus` is the token after it. A request that ends in the step gets no more of these tokens than it asked for.
+    Node 0 is the root: the last token before the step, and its own parent. The last `forced` nodes were added by a
+    grammar that allows only one continuation. `accepted` are the nodes of the accepted path, root first; `bonus` is the
+    token after it. If the request ends in this step, its output may have fewer of these tokens.
     """
 
     token_ids: tuple[int, ...]
@@ -179,15 +180,15 @@ class StepTree:
 
 @dataclass(slots=True)
 class SequenceOutput:
-    """What one step gave one request: the tokens committed in it, and whether that ended the request.
+    """The tokens that one step committed for one request, and whether the request has ended.
 
-    Nobody changes it; it is not frozen because that makes it three times as dear, for every request in every step.
-    The final output of a request has `finish_reason` set and `speculation` filled in; `stop_reason` is the stop string
-    or the stop/EOS token id that ended it. When a stop string ended it, `token_ids` includes the token that completed
-    the string (the text layer cuts the text at the string). `prompt_logprobs` are of the prompt's tokens from the
-    second on, and come once, with the first output. `error` explains finish_reason "error";
-    `error_code` is set where the request itself caused the error, and then `error` may be shown to its client.
-    `tree` is set where the request asked for it and a tree gave the tokens: the first token follows the prompt.
+    No code changes one after it is made. It is not frozen, because a frozen one takes three times as long to make, for
+    each request in each step. The last output of a request has `finish_reason` and `speculation`; `stop_reason` is the
+    stop string or the stop/EOS token id that ended it. When a stop string ended it, `token_ids` includes the token that
+    completed the string (the text layer cuts the text there). `prompt_logprobs` are those of the prompt's tokens from
+    the second on; only the first output has them. `error` explains finish_reason "error"; `error_code` is set if the
+    request itself caused the error, and then clients may see `error`. `tree` is set if the request has `return_tree`
+    and the tokens come from a tree: the first token after a prompt does not.
     """
 
     request_id: str
@@ -204,10 +205,10 @@ class SequenceOutput:
 
 
 def signed_seed(seed: int) -> int:
-    """A whole number in [-2**63, 2**64) modulo 2**64, as a seed in [-2**63, 2**63).
+    """Return `seed`, a whole number in [-2**63, 2**64), modulo 2**64 as a signed number in [-2**63, 2**63).
 
     Raises:
-        ValueError: it is outside.
+        ValueError: `seed` is outside its range.
     """
     if not -(2**63) <= seed < 2**64:
         raise ValueError(f"seed must lie in [-2**63, 2**64), got {seed}")
@@ -215,13 +216,13 @@ def signed_seed(seed: int) -> int:
 
 
 class Seeds:
-    """Draws seeds for requests without one; the same `source` gives the same seeds in the same order."""
+    """Draws seeds for requests without a seed. The same `source` gives the same seeds in the same order."""
 
     def __init__(self, source: int | str) -> None:
         self._random = random.Random(source)
 
     def fill(self, request: Request) -> Request:
-        """The request, with a seed if it had none, so that any of its tokens can be drawn again."""
+        """Return the request, with a seed if it had none: its tokens can then be drawn again, as after a retraction."""
         if request.params.seed is not None:
             return request
         return replace(request, params=replace(request.params, seed=self._random.getrandbits(62)))

@@ -1,4 +1,4 @@
-"""What a rank reports of itself: what it runs with, and its load and progress. `/server_info` shows both."""
+"""What a rank reports about itself: its resolved settings, its load and its progress. `/server_info` shows all."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -9,7 +9,7 @@ from cluster.config import EngineConfig
 
 @dataclass(frozen=True, slots=True)
 class ChosenFact:
-    """The value of a fact that a draft's tensors cannot show, and the source of that value."""
+    """A fact about a draft that its tensors do not show, such as its rope layout: the value and where it comes from."""
 
     value: Any
     source: str
@@ -17,9 +17,10 @@ class ChosenFact:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftInfo:
-    """How a draft was read, and why so. `aux_boundaries` are the target layers whose inputs it reads, `num_aux` of
-    them; `runners` counts its MTP layers, and is 1 for a draft of one layer that drafts every level. `doubts` are
-    sentences about what is odd in its folder, though it can be served.
+    """How the folder of a draft was interpreted, and why.
+
+    `aux_boundaries` are the `num_aux` target layers whose inputs the draft reads. `runners` counts its MTP layers: 1 if
+    one layer drafts every level. `doubts` are sentences about what is odd in the folder, though it can be served.
     """
 
     kind: str
@@ -35,8 +36,8 @@ class DraftInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
-    """Measured times of steps in milliseconds: by decoding requests, by rows of the target, and for every 1,000 tokens
-    that are read; `crowd` is how much other busy ranks slow this one.
+    """Measured step times in milliseconds: by number of decoding requests, by number of target rows, and per 1,000
+    tokens of KV read. `crowd` is the share of the work for rows that all groups do together (see `StepTimes`).
     """
 
     decode_ms: Mapping[str, float]
@@ -49,8 +50,9 @@ class StepCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureInfo:
-    """Programs captured at start: how many, for steps of which `sizes` (none: whichever recur, later), the memory that
-    they hold in 10^6 bytes, and how long that took.
+    """The programs captured at start: their number, their `sizes`, their memory in 10^6 bytes, and the time it took.
+
+    Empty `sizes`: programs have exact sizes, and are captured later, when a size recurs.
     """
 
     sizes: tuple[int, ...]
@@ -61,16 +63,15 @@ class CaptureInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
-    """What a rank runs with: its resolved settings, and what was chosen automatically.
+    """The resolved settings of a rank, with all that was chosen automatically.
 
-    `config` holds the settings; `draft` is None without one; `captured` is None where steps are run as they are;
-    `attention` says in words what the backend leaves to other kernels, and why, `quantised` which weights stay packed
-    and which were dequantised, `experts` which ranks hold which experts; `kv_cache_dtype` is what KV caches hold,
-    `kv_bytes_per_token` what a token takes in all of them, scales included; `kv_gb` is in 10^9 bytes;
-    `max_request_tokens` is the longest prompt and output that fit the KV cache; `step_costs` are measured step times,
-    None where `mixed_prefill_size` replaces them. `world`, `pid`, `node` (Ray's id of it), `gpus` (their ids on that
-    node, as Ray reserves them) and `interface` (of the network, between ranks) are those of the process that holds the
-    rank, where one does.
+    `draft` is None without a draft, `captured` None if all steps run eagerly. Three fields are sentences: `attention`
+    (which parts the backend leaves to other kernels, and why), `quantised` (which weights stay packed and which were
+    dequantised) and `experts` (which ranks hold which experts). `kv_bytes_per_token` counts the pools of all models,
+    scales included; `kv_gb` is in 10^9 bytes. `max_request_tokens` is the largest sum of prompt and output that fits
+    the KV cache. `step_costs` is None where `mixed_prefill_size` replaces them. `world`, `pid`, `node` (Ray's node id),
+    `gpus` (the ids that Ray reserved on that node) and `interface` (the network between ranks) describe the process
+    that runs the rank; they keep their defaults if no actor runs it.
     """
 
     config: EngineConfig
@@ -110,18 +111,18 @@ class RankInfo:
     interface: str | None = None
 
     def described(self) -> dict[str, Any]:
-        """The same, JSON-ready."""
+        """Return all fields as a dict that is ready for JSON."""
         return {**asdict(self), "config": self.config.model_dump()}
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """Load and progress of one rank, sent with heartbeats; `own_seconds` is its steps' time outside collectives.
+    """Load and progress of one rank, sent with heartbeats. `own_seconds` is the time of its steps outside collectives.
 
-    Steps may take other times by now than `StepCosts` say: steps of decoding alone `decode_drift` times as long, steps
-    of prompt rows alone `prefill_drift` times; prompt rows beside decoding `decode_drift` times `prompt_drift`.
-    `submitted` counts all requests that were ever submitted, refused ones included: `queued_tokens` knows of these.
-    `draft_rejected`: many trees were verified, and hardly any of them had an accepted token.
+    The drifts are factors on `StepCosts`, learned while serving: `decode_drift` for steps that only decode,
+    `prefill_drift` for steps of prompt rows only, `decode_drift` * `prompt_drift` for prompt rows beside decoding.
+    `submitted` counts all requests ever submitted, refused ones included, so a router knows which of its requests
+    `queued_tokens` covers. `draft_rejected`: many trees were verified, and hardly any had an accepted token.
     """
 
     steps: int = 0

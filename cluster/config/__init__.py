@@ -1,4 +1,4 @@
-"""The settings of one engine, the names that vLLM has for them, and the tree that they ask for."""
+"""The settings of one engine, vLLM's names for them, and the tree shape that they define."""
 
 from cluster.config.engine_config import (
     CACHES,

@@ -1,9 +1,9 @@
-"""vLLM's names of settings, by which `EngineConfig` may be given too, and what they are called here."""
+"""vLLM's names of settings, which `EngineConfig` accepts too, mapped to the names used here."""
 
 from typing import Any
 
 EXPERT_SWITCH = "enable_expert_parallel"
-"""The one name whose values mean something else too: true is as many parts as there are ranks, false is one."""
+"""The only alias whose values differ as well: true means `ep_size` = number of ranks, false means 1."""
 ALIASES: dict[str, str] = {
     "model": "model_path",
     "tokenizer": "tokenizer_path",
@@ -32,7 +32,7 @@ SPECULATIVE_CONFIG: dict[str, str] = {
 
 
 def spelled(sub: str, value: Any) -> Any:
-    """A value of `speculative_config` as `EngineConfig` spells it: methods in upper case, vLLM's `*mtp` as NEXTN."""
+    """Convert a value of `speculative_config` for `EngineConfig`: methods in upper case, vLLM's `*mtp` as NEXTN."""
     if sub != "method" or not isinstance(value, str):
         return value
     return "NEXTN" if value.lower().endswith("mtp") else value.upper()

@@ -1,6 +1,6 @@
 """The frozen settings of one engine. Names are SGLang's; `config/aliases.py` maps vLLM's onto them.
 
-Everything that can be known to be wrong without opening a file is refused here, naming the setting and the remedy.
+All mistakes that can be found without opening a file are errors here, with the name of the setting and the remedy.
 """
 
 import difflib
@@ -24,7 +24,7 @@ NEED_A_DRAFT = (
     "speculative_draft_overrides",
     "speculative_token_map",
 )
-LONGEST_CONTEXT = 1 << 24  # positions that float32 counts exactly, as rotary angles need
+LONGEST_CONTEXT = 1 << 24  # float32, in which rotary angles are computed, is exact for integers up to this
 KV_SIZES = ("max_total_tokens", "kv_cache_gb", "mem_fraction_static")
 
 DRAFT_FACTS: dict[str, tuple[Any, ...]] = {
@@ -33,23 +33,24 @@ DRAFT_FACTS: dict[str, tuple[Any, ...]] = {
     "norm_before_residual": (False, True),
     "rope_layout": ("neox", "interleaved"),
 }
-"""Values of `speculative_draft_overrides`: whether aux layer ids count outputs (0: of layer 0) or boundaries (0: before
-layer 0), whether the next level reads the hidden state before or after the final norm, whether layer 0's residual is
-the normed hidden state, and whether rotary pairs are half-split (neox) or neighbours (interleaved)."""
+"""Values of `speculative_draft_overrides`. `aux_numbering`: aux layer ids count layer outputs (0: output of layer 0) or
+boundaries (0: before layer 0). `recurrent`: the next level reads the hidden state before or after the final norm.
+`norm_before_residual`: layer 0's residual is the normed hidden state. `rope_layout`: rotary pairs are half-split (neox)
+or neighbours (interleaved)."""
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be honoured; the message names it and says what to write instead."""
+    """A setting that cannot be used; the message names it and says what to write instead."""
 
 
 def nearest(key: str, known: list[str]) -> str:
-    """A hint such as `; did you mean 'page_size'?`, or an empty string when nothing is close."""
+    """Return a hint such as `; did you mean 'page_size'?`, or an empty string if no known name is close."""
     match = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     return f"; did you mean {match[0]!r}?" if match else ""
 
 
 def as_config_error(error: ValidationError) -> ConfigError:
-    """All mistakes that pydantic found, one line each; every line names its setting."""
+    """Return one error with all mistakes that pydantic found, one line each; every line names its setting."""
     lines = []
     for detail in error.errors(include_url=False, include_context=False):
         where = ".".join(str(part) for part in detail["loc"])
@@ -61,7 +62,7 @@ def as_config_error(error: ValidationError) -> ConfigError:
 
 
 class Settings(BaseModel):
-    """Base of every config model: frozen, and an unknown key is an error that suggests the nearest known one."""
+    """The base of all config models: frozen; an unknown key is an error that suggests the nearest known one."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
@@ -77,7 +78,7 @@ class Settings(BaseModel):
 
 
 class EngineConfig(Settings):
-    """Settings of one engine (one gang of ranks). Sizes are in tokens unless the name says otherwise."""
+    """The settings of one engine (one gang of ranks). Sizes are in tokens unless the name says otherwise."""
 
     model_path: str = Field(description="folder of the target, or its name on a hub")
     tokenizer_path: str | None = Field(
@@ -266,7 +267,7 @@ class EngineConfig(Settings):
 
     @classmethod
     def from_kwargs(cls, kwargs: Mapping[str, Any]) -> Self:
-        """Build from `engine_kwargs` in SGLang's or vLLM's spelling.
+        """Build the settings from `engine_kwargs` in SGLang's or vLLM's spelling.
 
         Raises:
             ConfigError: an unknown key (with the nearest known one), a key given twice under two spellings, or a bad
@@ -307,7 +308,7 @@ class EngineConfig(Settings):
         return given
 
     def levels_at(self, decodes: int, deepest: int) -> int:
-        """The levels, at most `deepest`, that `speculative_batch_tiers` allows with `decodes` decoding requests."""
+        """The tree levels that `speculative_batch_tiers` allows with `decodes` decoding requests, at most `deepest`."""
         return min([deepest, *(most for count, most in self.speculative_batch_tiers.items() if decodes >= count)])
 
     @model_validator(mode="after")
@@ -364,7 +365,7 @@ class EngineConfig(Settings):
 
 
 def _parts(kwargs: Mapping[str, Any], switch: Any) -> Any:
-    """vLLM's `enable_expert_parallel` as `ep_size`: whole experts, divided among all ranks; off is one part."""
+    """Convert vLLM's `enable_expert_parallel` to `ep_size`: on divides whole experts among all ranks, off is 1."""
     if not isinstance(switch, bool):
         raise ConfigError(f"{EXPERT_SWITCH} must be true or false, got {switch!r}; ep_size takes a number")
     return kwargs.get("tp_size", kwargs.get("tensor_parallel_size", 1)) if switch else 1

@@ -1,4 +1,4 @@
-"""The trees that settings ask for: how deep, how wide, how many nodes."""
+"""The shapes of draft trees that the settings define: depth, width, number of nodes."""
 
 from pydantic import BaseModel, ConfigDict
 
@@ -8,8 +8,8 @@ from cluster.config import ConfigError, EngineConfig
 class TreeShape(BaseModel):
     """S, K and N of one step: depth, children per node, nodes (root included). N = 1: no speculation.
 
-    The last `forced` of the nodes and levels are not drafted: there is room for what a grammar forces. `room` is how
-    many of them a step with a grammar has.
+    The last `forced` nodes and levels are not drafted: they are reserved for tokens that a grammar forces. `room` is
+    the number of them that `forcing` adds for a step with a grammar.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -22,11 +22,11 @@ class TreeShape(BaseModel):
 
     @property
     def drafted(self) -> "TreeShape":
-        """What of it the draft makes."""
+        """The part of the tree that is drafted: the shape without the forced nodes and levels."""
         return self._longer(-self.forced)
 
     def forcing(self, most: int | None = None) -> "TreeShape":
-        """The same with room for what grammars force, `most` nodes of it; plain decoding stays as it is."""
+        """The shape with up to `most` forced nodes for grammars; plain decoding and forced shapes stay unchanged."""
         room = self.room if most is None else min(self.room, most)
         return self._longer(room) if self.num_steps and not self.forced else self
 
@@ -39,12 +39,14 @@ class TreeShape(BaseModel):
 
     @property
     def window(self) -> int:
-        """W: KV slots beyond the committed ones that a step may write, per request."""
+        """W, the KV slots of a request beyond the committed ones that a step may write. Verify needs N, the draft
+        levels K (S - 1) with the drafted S, extend S + 1; the phases share the slots, as they follow each other.
+        """
         return max(self.num_draft_tokens, self.topk * (self.drafted.num_steps - 1), self.num_steps + 1)
 
 
 def tiers(shape: TreeShape) -> tuple[TreeShape, ...]:
-    """The trees that a step may use, by depth: plain decoding first, `shape` last; K is the same in all."""
+    """The tree shapes that a step may use, by depth: plain decoding first, `shape` last; all with the same K."""
     shallower = []
     for steps in range(shape.num_steps):
         nodes = min(shape.num_draft_tokens, _most_nodes(steps, shape.topk))
@@ -53,7 +55,7 @@ def tiers(shape: TreeShape) -> tuple[TreeShape, ...]:
 
 
 def _most_nodes(steps: int, topk: int) -> int:
-    """The most nodes that `steps` levels can propose, root included."""
+    """The most nodes that `steps` levels can propose: the root, K in the first level, K * K in each later one."""
     return 1 if steps == 0 else topk + (steps - 1) * topk * topk + 1
 
 
@@ -63,7 +65,7 @@ DEFAULT_TOPK = 1
 
 
 def tree_shape(config: EngineConfig) -> TreeShape:
-    """The tree a config asks for, with defaults filled in and limits checked.
+    """Return the tree shape of a config, with defaults filled in and limits checked.
 
     Raises:
         ConfigError: more nodes than the levels can propose, or a chain whose size is not depth + 1.

@@ -1,1 +1,1 @@
-"""Lockstep across data-parallel attention ranks: a gathered table of facts, the plan made of it, and the exchange."""
+"""Lockstep of data-parallel attention: ranks gather facts, compute one plan from them, and exchange rows by it."""

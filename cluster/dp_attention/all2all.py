@@ -1,8 +1,8 @@
-"""The way of rows to experts that are apart, and back: which rows go where, what travels with them, and in what order.
+"""All-to-all of rows for expert-parallel experts: which rows go to which ranks, in what order, and with what data.
 
-Experts are in `parts`; neighbouring ranks hold one part together, some columns of its experts each. A row goes once to
-every rank of each part that has an expert for it, with weights and ids of all experts that it takes.
-Shape legend: m rows that a rank carries, k experts that a row takes, H hidden, n ranks, S rows that a rank sends.
+Experts are divided into `parts`. Neighbouring ranks share one part: each holds some columns of its experts. A row goes
+once to every rank of each part that holds one of its experts, with the weights and ids of all its experts.
+Legend: m rows that a rank carries, k experts that a row takes, H hidden, n ranks, S rows that a rank sends.
 """
 
 from collections.abc import Sequence
@@ -15,33 +15,35 @@ from cluster.distributed.mesh import Shard, added
 from cluster.models.context import part_of_experts
 
 Table = tuple[tuple[int, ...], ...]
-"""How many rows each rank sends to each part, `[n][parts]`; the same on all ranks."""
+"""The number of rows that each rank sends to each part, `[n][parts]`; the same on all ranks."""
 
 INTEGERS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.float16: torch.int16}
 INTEGERS[torch.bfloat16] = torch.int16
 
 
 class AllToAll:
-    """Of the rows that this rank carries: how many go to each part, `counts`, and which go to each rank, `to`."""
+    """The destinations of the m rows that this rank carries. `counts`: rows to each part. `to`: row indices by rank."""
 
     def __init__(self, taken: Tensor, parts: int, ranks: int) -> None:
-        """`taken` `[m, k]` are the parts that hold the experts of each row. This waits for the device."""
+        """`taken` `[m, k]` are the parts that hold the experts of each row. Waits for the device to read the counts."""
         hits = taken.new_zeros(taken.shape[0], parts, dtype=torch.bool).scatter_(1, taken, True)
         self.carried = taken.shape[0]
         going = hits.sum(0)
-        catch_up()
+        catch_up()  # wait under the watchdog: `tolist` alone would hang if a peer is lost
         self.counts: tuple[int, ...] = tuple(going.tolist())
         each = torch.split(hits.t().nonzero()[:, 1], list(self.counts))
         self.to = [each[part] for part in held(parts, ranks)]
 
     @property
     def rows(self) -> Tensor:
-        """Which rows are sent, in order of the rank that they go to, `[S]`."""
+        """The indices of the rows to send, in order of destination rank, `[S]`."""
         return torch.cat(self.to)
 
     def summed(self, came: Tensor, common: range) -> Tensor:
-        """What has come back, rank by rank, the sums for the rows that went there, and from ranks in `common` one more
-        for every row, `[.., H]` -> their sums `[m, H]`, added in rank order.
+        """Partial sums that came back, `[.., H]` -> their sums `[m, H]`, added in rank order.
+
+        `came` holds, rank by rank, one sum for each row that went to that rank. From each rank in `common` follows one
+        more for every row that this rank carries.
         """
         every = torch.arange(self.carried, device=came.device)
         places = []
@@ -49,24 +51,25 @@ class AllToAll:
             places.append(went + rank * self.carried)
             if rank in common:
                 places.append(every + rank * self.carried)
-        # A place gets two numbers at most, so their order, which a GPU does not promise, changes nothing.
+        # Row i from rank r is added at place r * m + i. A place gets at most two numbers, so the order in which a GPU
+        # adds them, which is not fixed, does not change the sum.
         total = came.new_zeros(len(self.to) * self.carried, came.shape[1]).index_add_(0, torch.cat(places), came)
         return added(total.view(len(self.to), self.carried, came.shape[1]))
 
 
 def held(parts: int, ranks: int) -> list[int]:
-    """The part that each rank holds."""
+    """Return the part of the experts that each rank holds."""
     return [part_of_experts(parts, Shard(rank, ranks)).rank for rank in range(ranks)]
 
 
 def flows(table: Table, rank: int) -> tuple[list[int], list[int]]:
-    """How many rows `rank` sends to each rank, and takes from each."""
+    """Return the numbers of rows that `rank` sends to each rank and receives from each."""
     parts = held(len(table[0]), len(table))
     return [table[rank][part] for part in parts], [row[parts[rank]] for row in table]
 
 
 def impossible(table: Table, carried: Sequence[int], active: int) -> int | None:
-    """The first rank whose counts cannot be those of the rows that it carries, each of which takes `active` experts."""
+    """Return the first rank whose counts are impossible for its rows. A row goes to 1 to min(active, parts) parts."""
     for rank, (counts, rows) in enumerate(zip(table, carried, strict=True)):
         most = rows * min(active, len(counts))
         if not all(0 <= count <= rows for count in counts) or not rows <= sum(counts) <= most:
@@ -75,13 +78,13 @@ def impossible(table: Table, carried: Sequence[int], active: int) -> int | None:
 
 
 def packed(rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-    """`[m, H]`, `[m, k]`, `[m, k]` as one, `[m, H + 2 k]`, ids as they are in memory: not every dtype has all of them
-    among its numbers.
+    """Join rows `[m, H]`, weights `[m, k]` and expert ids `[m, k]` to `[m, H + 2 k]`. Ids travel as bit patterns:
+    bfloat16, for one, cannot represent all of them as numbers.
     """
     return torch.cat([rows, weights, experts.to(INTEGERS[rows.dtype]).view(rows.dtype)], 1)
 
 
 def unpacked(given: Tensor, active: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What `packed` joined."""
+    """Split what `packed` joined: rows, weights, ids as int64."""
     rows, weights, experts = torch.split(given, [given.shape[1] - 2 * active, active, active], 1)
     return rows, weights, experts.view(INTEGERS[given.dtype]).long()

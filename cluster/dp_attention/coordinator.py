@@ -1,7 +1,6 @@
 """The coordinator: one object per rank, with which the ranks agree on the next step before any tensor moves.
 
-It gathers the ranks' facts, compares their headers in Python, and applies the pure plan function; it does not know what
-the rows mean.
+It gathers the facts of all ranks, compares their headers, and applies the pure plan function.
 """
 
 import zlib
@@ -14,12 +13,12 @@ from cluster.dp_attention.plan import GROUP_HEADER, HEADER, Ops, PlanRule, RankF
 
 
 class Coordinator:
-    """Keeps one rank in step with its gang. A header also has checksums of the rank's last order and results."""
+    """Keeps one rank in step with its gang. Headers carry checksums of inputs and results, to find divergence."""
 
     def __init__(
         self, mesh: Mesh, rule: PlanRule, shapes: Sequence[TreeShape], target: Ops, draft: Ops | None = None
     ) -> None:
-        """`shapes` are the trees by tier, deepest last; `target` and `draft` list the models' calls of the exchange."""
+        """`shapes` are the trees by tier, deepest last. `target` and `draft` are the exchange calls of the models."""
         self._mesh, self._rule, self._shapes, self._target, self._draft = mesh, rule, shapes, target, draft
         self._ops = zlib.crc32(repr((target, draft)).encode())
         self._digest = 0
@@ -29,7 +28,7 @@ class Coordinator:
         self.step = self._order = self._results = 0
 
     def header(self) -> RankFacts:
-        """This rank's facts as they are without work, with a vote for the deepest tree."""
+        """Return the facts of this rank without any work, with a vote for the deepest tree."""
         calls = self._mesh.world.clock.calls
         return RankFacts(
             self._mesh.epoch,
@@ -43,7 +42,7 @@ class Coordinator:
         )
 
     def agree(self, facts: RankFacts) -> StepPlan:
-        """Agree on the plan of the next step; call `taken` when that step is over.
+        """Return the plan of the next step, on which all ranks agree. Call `taken` when that step is over.
 
         Raises:
             OutOfStepError: a rank's header differs from the others', or `taken` was not called for the last step.
@@ -54,6 +53,7 @@ class Coordinator:
         table = [RankFacts(*row) for row in self._mesh.all_gather_row(facts)]
         for name in HEADER:
             self._compare(name, [getattr(row, name) for row in table], range(len(table)))
+        # Step inputs and results must be equal within a group only: different groups serve different requests.
         for leader in range(0, len(table), self._rule.attn_tp):
             group = range(leader, min(leader + self._rule.attn_tp, len(table)))
             for name in GROUP_HEADER:
@@ -65,30 +65,30 @@ class Coordinator:
         return plan
 
     def script(self) -> list[ScriptCall]:
-        """The calls that this rank has to make of its exchange in the step agreed on."""
+        """Return the exchange calls that the agreed step makes, in order."""
         assert self._plan is not None, "there is no script before a plan"
         plan = self._plan
         runs = plan.key, plan.counted, plan.order_words, plan.scored, plan.empty or plan.leaving
         given = runs, self._shapes, self._rule.attn_tp
-        if given != self._script[0]:  # it often is that of the step before
+        if given != self._script[0]:  # a script is often that of the step before, so the last one is kept
             shape = plan.tree(self._shapes)
             self._script = given, script(plan, shape, self._target, self._draft, self._rule.attn_tp > 1)
         return self._script[1]
 
     def ordered(self, order: int) -> None:
-        """Note the checksum of the order that this rank's group runs, for the next header."""
+        """Note the checksum of the step input of this rank's group, for the next header."""
         self._order = order
 
     def decided(self, results: int) -> None:
-        """Note the checksum of what a step decided for this rank's group, for the next header."""
+        """Note the checksum of a step's results in this rank's group, for the next header."""
         self._results = results
 
     def taken(self) -> None:
-        """The step agreed on is over."""
+        """Note that the agreed step is over."""
         self._plan = None
 
     def confirm(self, plan: StepPlan) -> None:
-        """Check that all ranks made the same plan of the facts.
+        """Check that all ranks computed the same plan. Only for debugging: it costs one more collective per step.
 
         Raises:
             OutOfStepError: a rank has another plan.
@@ -97,7 +97,7 @@ class Coordinator:
         self._compare("plan", [row[0] for row in table], range(len(table)))
 
     def _fingerprint(self) -> int:
-        """A checksum of everything besides the facts that determines plans and scripts."""
+        """A checksum of everything besides the facts that determines plans and scripts (kept while nothing changes)."""
         given = self._mesh.world.size, self._mesh.attn.size, self._rule, self._shapes
         if any(a is not b for a, b in zip_longest(given, self._sum[0])):
             trees = [(s.num_steps, s.topk, s.num_draft_tokens) for s in self._shapes]
@@ -105,8 +105,8 @@ class Coordinator:
         return self._sum[1]
 
     def _compare(self, name: str, values: list[int], ranks: range) -> None:
-        """Raise unless all values are equal. The error names the first rank that differs from the most common value; in
-        a tie that is the value of the lowest rank.
+        """Raise unless all values are equal. The error names the first rank that differs from the most common value.
+        Among equally common values, that of the lowest rank counts as right.
         """
         if len(set(values)) == 1:
             return

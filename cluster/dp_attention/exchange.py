@@ -1,7 +1,9 @@
 """The collectives around the sharded parts of a model, each checked against the script of the step.
 
-Every rank calls every method, in the order of the script and with the rows that it plans; over an axis of one rank a
-call is the identity. A rank about to make another call, or one with other row counts, raises before it enters it.
+Every rank makes the same calls, in the order of the script and with the planned numbers of rows. Over an axis of one
+rank a call is the identity. A rank that is about to make a wrong call, or one with wrong row counts, raises before it
+enters the collective, because a wrong size can end a gloo process without a Python exception.
+Legend: T own rows (of this rank's group), T' rows scored, H hidden, v columns of a shard, n shards, k numbers.
 """
 
 from collections import deque
@@ -23,10 +25,10 @@ T = TypeVar("T")
 
 
 class Exchange:
-    """`TokenExchange` over a mesh, and `Shards` of its vocabulary. A group's rows are the same on each of its ranks.
+    """`TokenExchange` over a mesh, and `Shards` of its vocabulary. All ranks of a group have the same rows.
 
-    `vocab_over_world`: embedding and head are sharded over all ranks; otherwise over the attention group. Experts are
-    in so many `parts`.
+    `vocab_over_world`: embedding and head are sharded over all ranks, otherwise over the attention group. `parts` is
+    the number of parts of the experts.
     """
 
     def __init__(self, mesh: Mesh, dtype: torch.dtype, vocab_over_world: bool = False, parts: int = 1) -> None:
@@ -41,23 +43,23 @@ class Exchange:
 
     @property
     def shards(self) -> Shards | None:
-        """Those of embedding and head, if there are several."""
+        """The shards of embedding and head; None if there is only one."""
         return None if self.size == 1 else self
 
     def begin(self, step: int, calls: Iterable[ScriptCall], counted: bool = False) -> None:
-        """Begin a step, with the calls of its script; `counted` as its plan says."""
+        """Begin a step with the calls of its script. `counted` is that of the plan."""
         self._step, self._script, self.counted = step, deque(calls), counted
 
     @property
     def rest(self) -> tuple[ScriptCall, ...]:
-        """The calls that the script still has."""
+        """The calls of the script that are not made yet."""
         return tuple(self._script)
 
     def replay(self, calls: Iterable[ScriptCall]) -> None:
-        """Take all that is left of the script off at once, for a captured program that makes these `calls`.
+        """Check the `calls` of a captured program against the rest of the script, before all of them are replayed.
 
         Raises:
-            OutOfStepError: naming the first that is not the script's.
+            OutOfStepError: names the first call that differs from the script.
         """
         for number, (call, planned) in enumerate(zip_longest(calls, self._script)):
             if call != planned:
@@ -72,21 +74,21 @@ class Exchange:
         """Check that the step has made all calls of its script.
 
         Raises:
-            OutOfStepError: naming the first call left out.
+            OutOfStepError: names the first call left out.
         """
         if self._script:
             self._call = self._script[0]
             raise self._off(f"ended where {self._next_words()} comes next")
 
     def share(self, words: list[int]) -> list[int]:
-        """The leader's `words`, on every rank of the attention group."""
+        """Broadcast the leader's `words` (a packed step input) to the attention group, over gloo."""
         attn, count = self._mesh.attn_facts, self._next("share").rows[self._mesh.dp_rank]
         if self._mesh.leads and len(words) != count:
             raise self._off(f"brings {len(words)} words to share where {count} are planned")
         return self._run(attn, shared, words, count, attn)
 
     def reduce(self, rows: Tensor) -> Tensor:
-        """Partial sums of own rows `[T, ..]` over the attention group -> their sum."""
+        """Partial sums of own rows `[T, ..]` -> their sum over the attention group."""
         call = self._next("reduce")
         self._check(rows, self._own(call), call.width)
         return self._summed(rows)
@@ -98,8 +100,8 @@ class Exchange:
         return self._spread(rows, call)
 
     def scatter(self, rows: Tensor, common: Tensor | None = None) -> Tensor:
-        """Partial sums for the rows of every group, and further ones for own rows, to which they are added in place
-        -> own rows `[T, H]`, summed.
+        """Partial sums for the rows of every group -> own rows `[T, H]`, summed over the world. `common` `[T, H]` are
+        further partial sums for own rows; they are added to `rows` in place.
         """
         call = self._next("scatter")
         if common is not None:
@@ -110,10 +112,10 @@ class Exchange:
         return self._collect(rows, call)
 
     def to_experts(self, rows: Tensor, experts: ExpertParallelLayer, common: Tensor | None) -> Tensor:
-        """Own rows `[T, H]` -> what the experts that they take make of them, with the bits that `gather` and `scatter`
-        give: each rank sends the rows that it carries to the ranks of those experts, after all have told how many.
+        """Own rows `[T, H]` -> the sums of their experts' outputs. Ranks first exchange counts; then each one sends the
+        rows that it carries to the ranks of their experts. The bits are those of `gather` and `scatter`.
         """
-        start, stop = self._mesh.attn.part.span(rows.shape[0])
+        start, stop = self._mesh.attn.part.span(rows.shape[0])  # each rank of a group carries a share of its rows
         mine = rows[start:stop]
         weights, chosen, parts = experts.choose(mine)
         all2all = AllToAll(parts, self._parts, self._mesh.world.size)
@@ -123,10 +125,10 @@ class Exchange:
         return self.combine(made, table, all2all, common)
 
     def counts(self, all2all: AllToAll) -> Table:
-        """How many rows every rank sends to each part of the experts, as each tells of its own `all2all`.
+        """All-gather how many rows each rank sends to each part of the experts; `all2all` has those of this rank.
 
         Raises:
-            OutOfStepError: a rank tells what cannot be true of the rows planned.
+            OutOfStepError: the counts of a rank are impossible for the planned rows.
         """
         call, mesh = self._next("counts"), self._mesh
         carried = self._counts(call)
@@ -141,10 +143,10 @@ class Exchange:
         return table
 
     def dispatch(self, rows: Tensor, table: Table, all2all: AllToAll) -> Tensor:
-        """Rows that go to experts, in order of the rank that they go to -> those that come to the experts here.
+        """Rows in order of destination rank -> the rows that come to the experts of this rank, in order of source rank.
 
         Raises:
-            OutOfStepError: they are not those that the ranks told each other, in the `table`.
+            OutOfStepError: the rows do not match the `table` of counts.
         """
         call, world = self._next("dispatch"), self._mesh.world
         sent, taken = flows(table, world.rank)
@@ -154,8 +156,8 @@ class Exchange:
         return self._run(world, world.all_to_all, rows, sent, taken)
 
     def combine(self, made: Tensor, table: Table, all2all: AllToAll, common: Tensor | None) -> Tensor:
-        """Partial sums for rows that came, in the order in which they came, and `common` as in `scatter` -> own rows,
-        summed; sums go back to whoever carries the row.
+        """Partial sums `made` for the rows that came, in their order, and `common` as in `scatter` -> own rows, summed.
+        Each sum goes back to the rank that carries the row.
         """
         call, mesh = self._next("combine"), self._mesh
         carried, (sent, taken) = self._counts(call), flows(table, mesh.rank)
@@ -163,10 +165,12 @@ class Exchange:
         back, group = list(torch.split(made, taken)), range(0)
         if common is not None:
             self._check(common, self._own(call), call.width)
+            # Sums of `common` stay in the group: each rank of it gets those of the rows that it carries, appended.
             group = range(mesh.dp_rank * mesh.attn.size, (mesh.dp_rank + 1) * mesh.attn.size)
             for rank, more in zip(group, torch.split(common, carried[group.start : group.stop]), strict=True):
                 back[rank] = torch.cat([back[rank], more])
             sent = [count + (rank in group) * carried[mesh.rank] for rank, count in enumerate(sent)]
+        # The way back: this rank sends `gone` rows to each rank, and takes `sent` from each.
         gone = [rows.shape[0] for rows in back]
         came = self._run(mesh.world, mesh.world.all_to_all, torch.cat(back), gone, sent)
         return self._join(all2all.summed(came, group), call)
@@ -182,8 +186,8 @@ class Exchange:
         return self._summed(rows)
 
     def head(self, rows: Tensor, project: Callable[[Tensor], Tensor]) -> tuple[Tensor, int]:
-        """Rows `[T, H]` -> this shard's logits `[T', v]` of the rows that it scores, made by `project`, and where own
-        rows begin among them.
+        """Rows `[T, H]` -> this shard's logits `[T', v]` of the rows that it scores, computed by `project`; and the
+        index of the first own row among them.
         """
         call = self._next("head")
         self._check(rows, self._own(call), call.width)
@@ -192,25 +196,25 @@ class Exchange:
         return logits, self._first(call)
 
     def spread(self, numbers: Tensor) -> Tensor:
-        """Int64 of own rows `[T, k]` -> of the rows of every group, `[T', k]`."""
+        """Int64 numbers of own rows `[T, k]` -> those of the rows of every group, `[T', k]`."""
         call = self._next("spread")
         self._check(numbers, self._own(call), call.width, torch.int64)
         return self._spread(numbers, call)
 
     def highest(self, numbers: Tensor) -> Tensor:
-        """Float64 of each row scored, `[T', 1]` -> the highest of all shards."""
+        """A float64 of each row scored, `[T', 1]` -> the maximum over all shards."""
         call = self._next("highest")
         self._check(numbers, self._scored(call), call.width, torch.float64)
         return self._every(numbers).amax(0)
 
     def add(self, numbers: Tensor) -> Tensor:
-        """Int64 of each row scored, `[T', k]` -> their sums over all shards."""
+        """Int64 numbers of each row scored, `[T', k]` -> their sums over all shards."""
         call = self._next("add")
         self._check(numbers, self._scored(call), call.width, torch.int64)
         return self._run(self._vocab, self._vocab.all_reduce, numbers)
 
     def compare(self, numbers: Tensor) -> Tensor:
-        """Float64 of each row scored, `[T', k]` -> what all shards have of own rows, `[n, T, k]`."""
+        """Float64 numbers of each row scored, `[T', k]` -> the numbers of all shards for own rows, `[n, T, k]`."""
         call = self._next("compare")
         self._check(numbers, self._scored(call), call.width, torch.float64)
         first = self._first(call)
@@ -239,24 +243,24 @@ class Exchange:
         return call.rows[self._mesh.dp_rank]
 
     def _scored(self, call: ScriptCall) -> int:
-        """T', the rows that each shard of the vocabulary scores."""
+        """T', the number of rows that each shard of the vocabulary scores."""
         return sum(call.rows) if self.wide else self._own(call)
 
     def _first(self, call: ScriptCall) -> int:
-        """Where own rows begin among these."""
+        """The index of the first own row among the rows scored."""
         return sum(call.rows[: self._mesh.dp_rank]) if self.wide else 0
 
     def _next_words(self) -> str:
         return _words(self._call)
 
     def _off(self, what: str, rank: int | None = None) -> OutOfStepError:
-        """That this rank, or another, is out of step."""
+        """The error that says that this rank, or `rank`, is out of step."""
         rank, phase = self._mesh.rank if rank is None else rank, self._call.phase
         return OutOfStepError(f"rank {rank} {what} (step {self._step}, phase {phase})", rank, self._step, phase)
 
     def _run(self, axis: Axis, collective: Callable[..., T], *given: Any) -> T:
-        """Run one collective over `axis`, and check that it was entered exactly once. Tensors are `given`, as a tape
-        lends the memory of those that a collective holds by itself to nobody else.
+        """Run one collective over `axis`, and check that it was entered exactly once. Pass its tensors in `given`, not
+        in a closure: a tape could never reuse the buffers of tensors that a recorded closure holds.
         """
         if axis.size == 1:
             return collective(*given)
@@ -264,7 +268,7 @@ class Exchange:
         return result
 
     def _entered(self, call: ScriptCall, collective: Callable[..., T], *given: Any) -> T:
-        """The result of the collective of `call`, which a tape enters in every replay."""
+        """Return the result of the collective of `call`. A tape makes this call again in every replay."""
         clock = self._mesh.world.clock
         entered = clock.calls + 1
         try:
@@ -272,7 +276,7 @@ class Exchange:
         except GangError:
             raise
         except RuntimeError as error:
-            lost = self._mesh.loss(error, in_collective=True)
+            lost = self._mesh.loss(error, in_collective=True)  # a lost peer shows as a RuntimeError of the backend
             if lost is None:
                 raise
             raise lost from error
@@ -281,7 +285,7 @@ class Exchange:
         return result
 
     def _counts(self, call: ScriptCall) -> list[int]:
-        """Rows that each rank of the world sends: the ranks of a group split the group's rows."""
+        """The rows that each rank of the world carries: the ranks of a group split its rows as `Shard.span` does."""
         n = self._mesh.attn.size
         return [rows * (i + 1) // n - rows * i // n for rows in call.rows for i in range(n)]
 
@@ -291,7 +295,7 @@ class Exchange:
         return self._run(attn, attn.all_reduce, rows)
 
     def _spread(self, rows: Tensor, call: ScriptCall) -> Tensor:
-        """Own rows -> those of every group. With one group every rank has them already."""
+        """Own rows -> the rows of every group. With one group every rank has them already."""
         world = self._mesh.world
         if self._mesh.attn_dp == 1:
             return rows
@@ -300,7 +304,7 @@ class Exchange:
         return self._run(world, lambda own: world.gather(own, counts), rows[start:stop])
 
     def _every(self, numbers: Tensor) -> Tensor:
-        """Numbers of the rows scored, `[T', k]` -> those of all shards, `[n, T', k]`."""
+        """Numbers of the rows scored, `[T', k]` -> the numbers of all shards, `[n, T', k]`."""
         axis, (count, width) = self._vocab, numbers.shape
         every = self._run(axis, lambda own: axis.gather(own, [count] * axis.size), numbers)
         return every.view(axis.size, count, width)
@@ -315,7 +319,7 @@ class Exchange:
         return self._join(self._run(world, lambda sums: world.reduce_scatter(sums, counts), rows), call)
 
     def _join(self, mine: Tensor, call: ScriptCall) -> Tensor:
-        """This rank's share of its group's rows -> all rows of the group."""
+        """The rows that this rank carries -> all rows of its group."""
         attn, planned = self._mesh.attn, self._own(call)
         counts = [planned * (i + 1) // attn.size - planned * i // attn.size for i in range(attn.size)]
         return self._run(attn, lambda own: attn.gather(own, counts), mine)

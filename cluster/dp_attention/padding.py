@@ -1,7 +1,7 @@
-"""Padding of an order to the planned rows. Idle rows are real rows on the sink page, so no phase has a special case.
+"""Pads a step input to the planned rows. Idle rows are computed like others, on the sink page: no special cases.
 
-An idle request uses the page table's last row, whose slots are all in the sink; its carriers, in the same row of the
-table of carriers, come from `EagleDraftInput.create_idle_input`, so their widths are those of `hidden_size_for`.
+An idle request uses the last row of the page table, whose slots are all in the sink page, and the same row of the
+carried draft inputs: `EagleDraftInput.create_idle_input` made it, with the widths of `hidden_size_for`.
 """
 
 from cluster.batch import DecodeRequest, PromptChunk, StepInput
@@ -9,11 +9,11 @@ from cluster.dp_attention.plan import StepPlan
 
 
 def padded(order: StepInput, plan: StepPlan, group: int, idle_row: int) -> StepInput:
-    """`order` of attention group `group` with the idle requests, idle prompt rows and idle ends that the plan asks for.
+    """Return `order` of attention group `group` with the idle requests, prompt rows and ends that the plan asks for.
 
-    Idle requests come after the real ones. Each idle prompt row is a chunk of its own, so that it attends to nothing
-    else; they come before the real chunks, because chunks are in order of length. In a captured step there is room for
-    as many chunks as rows, so that their number is no part of its key.
+    Idle requests come after the real ones. Each idle prompt row is a chunk of its own, so that it attends only to
+    itself. Idle chunks come first, because chunks are in order of length. In a captured step the lists of chunks are
+    padded to the number of prompt rows, so that the number of chunks is not part of its key.
     """
     requests, rows, finals = plan.idle(group)
     if plan.captured:

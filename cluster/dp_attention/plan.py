@@ -1,6 +1,6 @@
-"""One gathered table of facts -> one plan, the same on every rank because the function is pure (law 2, lockstep).
+"""The plan of a step: a pure function of the gathered facts, so it is the same on every rank (law 2, lockstep).
 
-Legend: G attention groups (data-parallel ranks); R decoding requests, c prompt rows, F finishing prompts of a group.
+Legend: G attention groups (data-parallel ranks); per group R decoding requests, c prompt rows, F finishing prompts.
 """
 
 import zlib
@@ -21,17 +21,16 @@ Padding = Literal["auto", "padded", "exact"]
 
 
 class RankFacts(NamedTuple):
-    """One rank's row: a header that must be the same on all ranks, then what its group brings to the step.
+    """One rank's row of the table: a header that must be equal on all ranks, then the work of its group.
 
-    Header: `epoch` counts lives of the gang, `step` its steps, `digest` is the last plan's, `calls` counts the
-    collectives that the rank has been through, `rule` is a checksum of what else determines plans and scripts,
-    `captured` one of the programs that the rank can replay; within a group `order` and `results` must be the same too,
-    checksums of the last order and the last results read.
-    Sizes: `decodes` requests decode, `prompt_rows` prompt rows are in the step, `scored` of which are asked for
-    log-probabilities, `finals` prompts finish, `order_words` is the length of the order for the group's followers,
-    `mode` that order's, `num_steps` the deepest tree that the rank votes for,
-    `requests` counts its waiting and running ones, `leaving` asks to end the gang, `decode_us` is the predicted time of
-    the group's decoding alone.
+    Header: `epoch` counts the starts of the gang, `step` its steps; `digest` is that of the last plan; `calls` counts
+    the collectives of this rank so far. `rule` is a checksum of everything else that determines plans and scripts,
+    `captured` one of the keys of captured programs. Equal within a group only: `order` and `results`, checksums of the
+    last step input and of the last results read.
+    Work: the numbers of `decodes`, `prompt_rows`, `finals` (prompts that finish) and `scored` rows (prompt rows that
+    return log-probabilities); `order_words` is the packed length of the step input, `mode` its mode; `num_steps` is the
+    rank's vote for the tree depth, `requests` the number of its waiting and running requests, `decode_us` the predicted
+    time of the group's decoding alone. A nonzero `leaving` asks to end the gang.
     """
 
     epoch: int
@@ -59,8 +58,8 @@ GROUP_HEADER = ("order", "results")
 
 
 class ProgramKey(NamedTuple):
-    """What decides every shape and every choice of a step's program, and in which `turn`'s memory it works, where steps
-    that may be under way at the same time have memory of their own.
+    """All that decides the shapes and branches of a step's program. `turn` is its buffer set: steps that may be in
+    flight together have different ones.
     """
 
     num_steps: int
@@ -71,13 +70,15 @@ class ProgramKey(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """What every rank runs in one step; entry g of each tuple belongs to attention group g.
+    """The work of all ranks in one step. Entry g of each tuple belongs to attention group g.
 
-    `decodes`, `prompt_rows` and `finals` are what requests need, `sizes` what is run; `scored` are the prompt rows that
-    are asked for log-probabilities. `captured`: the step runs as a program of its `key`, which is captured or about to
-    be. `num_steps` is the tier, the minimum of the votes, `forced` how many nodes of each tree are left to grammars,
-    `mode` whatever some group needs. `quiet`: nobody has requests; `leaving`: the gang ends with this step. `counted`:
-    where experts are apart, rows go only to those that they take, after the ranks have told how many; else to all.
+    `decodes`, `prompt_rows` and `finals` are the rows that requests need; `sizes` are the rows that run, with padding.
+    `scored` counts the prompt rows that return log-probabilities. `captured`: the step may be captured, or
+    replayed, as the program of its `key`. `num_steps` is the tier, the minimum of the votes. `forced` nodes of each
+    tree are reserved for grammars. `mode` is the union of all groups' modes. `quiet`: no rank has requests. `leaving`:
+    the gang ends with this step.
+    `counted`: with expert-parallel experts, the ranks first exchange counts and then send each row only to the parts
+    that hold its experts; otherwise every row goes to every part.
     """
 
     step: int
@@ -98,7 +99,7 @@ class StepPlan(NamedTuple):
 
     @property
     def empty(self) -> bool:
-        """Whether no group has a row: nothing is run, whoever has requests waits for results of steps under way."""
+        """Whether no group has a row. Nothing runs then; ranks with requests wait for results of steps in flight."""
         return not (any(self.decodes) or any(self.prompt_rows))
 
     @property
@@ -107,16 +108,16 @@ class StepPlan(NamedTuple):
         return zlib.crc32(repr(tuple(self)).encode())
 
     def tree(self, shapes: Sequence[TreeShape]) -> TreeShape:
-        """The trees of the step, of those by tier; with a grammar somewhere they have room for what it forces."""
+        """The tree of the step, from the `shapes` by tier. If any group has a grammar, it has room for forced nodes."""
         return shapes[self.num_steps].forcing(self.forced)
 
     @property
     def key(self) -> ProgramKey:
-        """That of the step's program."""
+        """The key of the step's program, without its turn."""
         return ProgramKey(self.num_steps, self.forced, int(self.mode), self.sizes)
 
     def idle(self, group: int) -> Sizes:
-        """What fills the plan of a group: idle requests, idle prompt rows, and ends of prompts that there are not."""
+        """The padding of a group: its idle requests, idle prompt rows and idle ends of prompts."""
         run = self.sizes[group]
         return Sizes(
             run.decodes - self.decodes[group],
@@ -127,12 +128,12 @@ class StepPlan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlanRule:
-    """What determines the plan besides the facts; the same on every rank.
+    """The settings that determine the plan besides the facts; the same on every rank.
 
-    `waste` is the largest share of idle rows that padding may add under `auto`: on a GPU equal parts and one program
-    for all are worth up to half; a CPU gains nothing from them. `buckets` are the sizes of captured programs, None
-    where nothing is captured. Of each group's rows, `forced_rows` at most are for what grammars force: a GPU hardly
-    notices some rows more, a CPU pays for each. `apart`: experts are, so a step may send them rows by counts.
+    `waste` is the largest share of idle rows with which padding `auto` still pads: on a GPU equal parts and one program
+    for all are worth up to half, on a CPU nothing. `buckets` are the sizes of captured programs, None if nothing is
+    captured. `forced_rows` is the most rows of a group for forced nodes: more rows cost a GPU little, a CPU much.
+    `apart`: experts are expert-parallel, so a step may send them rows by counts.
     """
 
     attn_tp: int
@@ -143,7 +144,7 @@ class PlanRule:
     apart: bool = False
 
     def plan(self, table: Sequence[RankFacts], shape: TreeShape) -> StepPlan:
-        """The plan that follows from the facts of all ranks; a group's facts are its leader's."""
+        """Return the plan that follows from the facts of all ranks. The facts of a group are those of its leader."""
         groups = table[:: self.attn_tp]
         real = tuple(Sizes(f.decodes, f.prompt_rows, f.finals) for f in groups)
         mode = SamplingMode(reduce(or_, (f.mode for f in groups)))
@@ -156,37 +157,39 @@ class PlanRule:
             order_words=tuple(f.order_words for f in groups),
             sizes=sizes,
             captured=captured,
-            num_steps=min(f.num_steps for f in groups),
+            num_steps=min(f.num_steps for f in groups),  # one depth for all: the draft's collectives must match
             quiet=not any(f.requests for f in table),
             leaving=any(f.leaving for f in table),
             decode_us=tuple(f.decode_us for f in groups),
             mode=mode,
             scored=tuple(f.scored for f in groups),
             forced=self._forced(sizes, shape.room) if SamplingMode.CONSTRAINED in mode else 0,
+            # Counts are read from the device, so steps whose sizes must be known before (captured or padded) cannot
+            # use them. With one group every rank has all rows anyway.
             counted=self.apart and not captured and not padded and len(groups) > 1,
         )
 
     def _forced(self, sizes: tuple[Sizes, ...], room: int) -> int:
-        """The nodes of each tree that are left to grammars: the same in all trees of a step, whoever has a grammar."""
+        """The forced nodes of each tree: equal for all trees of a step, whether their requests have grammars or not."""
         return min(room, self.forced_rows // max(1, *(own.decodes for own in sizes)))
 
     def _sizes(self, real: tuple[Sizes, ...], nodes: int, mode: SamplingMode) -> tuple[tuple[Sizes, ...], bool, bool]:
-        """What each group runs, whether as a captured program (not if some group is too large for one, or the mode is
-        not repeatable), and whether all run the same.
+        """Return the sizes that each group runs, whether the step may be captured, and whether it is padded.
 
-        When padded, every group runs the rows of the largest one (equal parts in the exchange, and one program for
-        many loads); otherwise each runs its own and the exchange sends exact counts.
+        If padded, every group runs the rows of the largest one: parts of the exchange are equal, and one program fits
+        many loads. Otherwise each group runs its own rows, and the exchange sends exact counts. A step is not captured
+        if its mode is not repeatable or one group is too large.
         """
         largest, rows = most(real), [own.rows(nodes) for own in real]
         padded, all_rows = self.padding == "padded", len(real) * largest.rows(nodes)
-        if self.padding == "auto":
+        if self.padding == "auto":  # idle rows / all rows <= waste
             padded = all_rows - sum(rows) <= self.waste * all_rows
         alike = padded or len(real) == 1
         if self.buckets is not None and mode.repeatable and (alike or not self.buckets.alike):
             fit = self.buckets.fitted
             fitted = [fit(real)] * len(real) if padded else [fit((own,)) for own in real]
             within = tuple(own for own in fitted if own is not None and self.buckets.hold(own, nodes))
-            if len(within) == len(real):
+            if len(within) == len(real):  # every group fits; one that does not makes the step run eagerly on all
                 return within, True, padded
         if padded:
             return tuple(largest._replace(finals=own.finals) for own in real), False, True
@@ -194,11 +197,11 @@ class PlanRule:
 
 
 class ScriptCall(NamedTuple):
-    """One entry of a step's script: the exchange method that comes next, and the rows of each group that enter it.
+    """One entry of a step's script: an exchange method, and the number of rows of each group that enter it.
 
-    Rows are `width` wide; those of a head become `columns` logits on each rank. Where the head is sharded over the
-    world, every rank goes on with the rows of all groups. `counts` brings `width` numbers, of rows that each take
-    `columns` experts.
+    Rows are `width` wide; `head` turns them into `columns` logits on each rank. If the head is sharded over the world,
+    each rank then has the rows of all groups. For `counts`, `width` is the number of parts of the experts and `columns`
+    the number of experts that each row takes.
     """
 
     phase: str
@@ -209,33 +212,33 @@ class ScriptCall(NamedTuple):
 
 
 class ExpertParallel(NamedTuple):
-    """Experts of which each rank holds one of so many `parts`; every row takes `active` of them."""
+    """Expert-parallel experts: each rank holds one of `parts` parts, and every row takes `active` experts."""
 
     parts: int
     active: int
 
     def calls(self, phase: str, rows: tuple[int, ...], width: int, counted: bool) -> list[ScriptCall]:
-        """Those that bring rows to experts and back.
+        """The calls that bring rows to the experts and back.
 
-        A row goes to a part once, however many of its experts are there, with weights and ids of all that it takes. So
-        the most that can be is that it goes to every part once, as by `gather`: a form whose sizes nobody has to tell.
+        A row goes to a part once, however many of its experts that part holds, with the weights and ids of all its
+        experts. At most it goes to every part once. That is what `gather` does, and it needs no exchange of counts.
         """
         if not counted:
             return [ScriptCall(phase, "gather", rows, width), ScriptCall(phase, "scatter", rows, width)]
         counts = ScriptCall(phase, "counts", rows, self.parts, self.active)
         return [
-            counts,
+            counts,  # width + 2 k columns: a row travels with the weights and ids of its k experts
             ScriptCall(phase, "dispatch", rows, width + 2 * self.active),
             ScriptCall(phase, "combine", rows, width),
         ]
 
 
 class Ops(NamedTuple):
-    """The exchange methods that one forward of a model calls, in order, and those that its head calls.
+    """The exchange methods that one forward of a model calls (`forward`), in order, and those of its head (`head`).
 
-    `width` is the model's hidden size, `columns` the logits that a rank's shard of the head gives per row. A draft
-    of several layers has `runners` models: at level l runner l runs the rows of levels 1 to l; at extend all run.
-    `sharded` says what follows a head of which each rank has a shard, `apart` what stands in the place of `EXPERTS`.
+    `width` is the model's hidden size, `columns` the number of logits per row of a rank's shard of the head. A
+    multi-layer draft has `runners` models: at level l runner l runs the rows of levels 1 to l; at extend all of them
+    run. `sharded` gives the calls after a sharded head, `apart` those that replace the placeholder `EXPERTS`.
     """
 
     forward: tuple[str, ...] = ()
@@ -250,10 +253,10 @@ class Ops(NamedTuple):
 def script(
     plan: StepPlan, shape: TreeShape, target: Ops, draft: Ops | None, followed: bool = False
 ) -> list[ScriptCall]:
-    """Every call of the exchange in a step of this plan, in order; `draft` is None in plain decoding. `followed`:
-    groups have followers, with whom the leaders first share their orders.
+    """Return all calls of the exchange in a step of this plan, in order. `draft` is None in plain decoding. `followed`:
+    groups have followers, so each leader first shares its step input.
 
-    A rank that is about to make another call is out of step; `Exchange` raises before that can reach its peers.
+    `Exchange` compares each call with this script and raises before a wrong call can reach the peers.
     """
     if plan.empty or plan.leaving:
         return []
@@ -275,21 +278,25 @@ def script(
 
     if draft is not None:
         best = proposed(shape.topk, draft.columns)
+        # Level 0 needs no forward: its proposals are carried over from the last extend. So S - 1 forwards.
         for level in range(1, shape.drafted.num_steps):
             forward("draft", draft, levels if draft.runners == 1 else tuple(n * level for n in levels))
             choice("draft", draft, levels, best)
+    # Target: R N tree rows and c prompt rows; its head scores the tree rows and the F last rows of prompts.
     tree_rows = tuple(n * shape.num_draft_tokens for n in r)
     forward("target", target, tuple(a + b for a, b in zip(tree_rows, c, strict=True)))
     choice("target", target, tuple(a + f for a, f in zip(tree_rows, finals, strict=True)), CHOSEN)
+    # Extend: S + 1 rows per request and c prompt rows; its head scores one row per request and prompt.
     width = shape.num_steps + 1
     if draft is not None:
         for _ in range(draft.runners):
             forward("extend", draft, tuple(n * width + b for n, b in zip(r, c, strict=True)))
         choice("extend", draft, tuple(n + f for n, f in zip(r, finals, strict=True)), best)
+    # Log-probabilities: of the S + 1 rows of each accepted path and of the first tokens after prompts.
     if target.sharded is not None and SamplingMode.LOGPROBS in plan.mode:
         rows = tuple(n * width + f for n, f in zip(r, finals, strict=True))
         calls.extend(ScriptCall("extend", op, rows, numbers) for op, numbers in target.sharded.asking(TOP_LOGPROBS))
-    if SamplingMode.PROMPT_LOGPROBS in plan.mode:
+    if SamplingMode.PROMPT_LOGPROBS in plan.mode:  # the head runs once more, on the scored prompt rows
         calls.extend(ScriptCall("extend", op, plan.scored, target.width, target.columns) for op in target.head)
         if target.sharded is not None:
             told = [*target.sharded.asking(TOP_LOGPROBS), *target.sharded.ranking()]

@@ -1,7 +1,7 @@
-"""How many rows each group runs in a step: those that its requests have, or few sizes for which programs are captured.
+"""The numbers of rows that a group runs in a step: exactly those of its requests, or the sizes of a captured program.
 
-A program is one for its sizes, so a device on which capturing is dear pads to few of them. A device that pays for every
-padded row runs exact sizes, and captures those that recur.
+Each program has fixed sizes. A GPU, where a capture is expensive, pads to few sizes. A CPU, where each padded row costs
+time, runs exact sizes and captures those that recur.
 """
 
 from bisect import bisect_left
@@ -11,33 +11,33 @@ from itertools import pairwise
 from typing import NamedTuple
 
 MOST_ROWS = 1024
-"""Rows of the target in a captured step, counted with the deepest tree: a program's buffers grow with its rows, and
-what it saves does not."""
+"""Most target rows of a captured step, counted with the deepest tree. The buffers of a program grow with its rows; the
+time that it saves does not."""
 
 
 class Sizes(NamedTuple):
-    """What a group runs in a step: R decoding requests, c prompt rows, F prompts that finish, idle ones included."""
+    """The rows of one group in a step: R decoding requests, c prompt rows, F finishing prompts, idle ones included."""
 
     decodes: int
     prompt_rows: int
     finals: int
 
     def rows(self, nodes: int) -> int:
-        """Rows of the target, in trees of so many nodes."""
+        """The target rows, R N + c, with trees of N `nodes`."""
         return self.decodes * nodes + self.prompt_rows
 
 
 def most(groups: Sequence[Sizes]) -> Sizes:
-    """The largest of each size."""
+    """The largest of each size over the groups."""
     return Sizes(*(max(column) for column in zip(*groups, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """The sizes that captured programs have, ascending; none: exactly those that occur.
+    """The sizes of captured programs, ascending; empty: programs have exactly the sizes that occur.
 
-    None has more than `rows` rows of the target, and one with rows of prompts only if they have `prompts`. If `alike`,
-    all groups run the same in it: parts of other sizes travel by a collective that a graph cannot hold.
+    A captured step has at most `rows` target rows, and prompt rows only if `prompts`. If `alike`, all groups must run
+    the same sizes in it: a graph cannot hold the all-to-all that exchanges parts of different sizes.
     """
 
     sizes: tuple[int, ...] = ()
@@ -46,13 +46,13 @@ class Buckets:
     alike: bool = False
 
     def hold(self, own: Sizes, nodes: int) -> bool:
-        """Whether a group that runs `own`, with trees of so many nodes, may run a captured program."""
+        """Whether a captured program may have the sizes `own`, with trees of so many nodes."""
         return own.rows(nodes) <= self.rows and (self.prompts or not own.prompt_rows)
 
     def fitted(self, groups: Sequence[Sizes]) -> Sizes | None:
-        """The least sizes of a program that each of `groups` fits into; None if they are too large for all.
+        """The smallest sizes of a program into which each of `groups` fits; None if one is too large for any program.
 
-        Ends of prompts that there are not need an idle prompt row, whose ends they are.
+        A group with fewer finishing prompts than that needs an idle prompt row, at which the idle ends point.
         """
         if not self.sizes:
             largest = most(groups)
@@ -65,28 +65,29 @@ class Buckets:
         return None if rows is None else Sizes(decodes, rows, finals)
 
     def _least(self, count: int) -> int | None:
+        """The smallest size of at least `count`; 0 for 0, None if `count` is too large."""
         if count == 0 or count > self.sizes[-1]:
             return None if count else 0
         return self.sizes[bisect_left(self.sizes, count)]
 
     def spans(self) -> list[range]:
-        """For each size, the numbers of requests that run at it."""
+        """For each size, the range of the numbers of requests that are padded to it."""
         return [range(below + 1, size + 1) for below, size in pairwise((0, *self.sizes))]
 
 
 def _with_ends(groups: Sequence[Sizes], finals: int) -> int:
-    """The prompt rows in which each of `groups` has room for `finals` ends."""
+    """The prompt rows that every group needs for `finals` ends: its own, and one idle row if it has fewer ends."""
     return max(own.prompt_rows + (own.finals < finals) for own in groups)
 
 
 def multiples(sizes: Sequence[int], of: int) -> tuple[int, ...]:
-    """Ascending sizes, each rounded up to a multiple, which so many ranks share evenly."""
+    """Return ascending `sizes`, each rounded up to a multiple of `of`, without duplicates."""
     return tuple(dict.fromkeys(-(-size // of) * of for size in sizes))
 
 
 def sizes_up_to(largest: int) -> tuple[int, ...]:
-    """1, 2, 3, 4, 6, 8, 12, 16 and so on: at most a third of the rows that a group runs at such sizes is idle, as from
-    2 on each is at most one and a half times the one before.
+    """Return 1, 2, 3, 4, 6, 8, 12, 16 and so on up to `largest`. From 2 on each is at most 1.5 times the one before, so
+    at most a third of the rows at such a size is idle.
     """
     sizes, power = [1], 2
     while power < largest:

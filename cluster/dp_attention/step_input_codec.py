@@ -1,6 +1,6 @@
-"""How an order travels from the leader of an attention group to its followers: as one row of 64-bit integers.
+"""Packs a `StepInput` into 64-bit integers, in which form a leader broadcasts it to the followers of its group.
 
-For the slot and sampling tables an order carries only the changes, so a step costs a few hundred integers.
+A step input holds only the changes of the page and sampling tables, so a step costs a few hundred integers.
 """
 
 import zlib
@@ -23,11 +23,11 @@ from cluster.batch import (
 from cluster.device.staging import bits_of, float_of
 from cluster.distributed.mesh import Axis
 
-WORD = 8  # bytes of text in an integer
+WORD = 8  # bytes of text per integer
 
 
 def pack(order: StepInput) -> list[int]:
-    """`order` as 64-bit integers."""
+    """Return `order` as 64-bit integers: each list after its length; floats by their bits."""
     words = [int(order.mode), len(order.decodes)]
     for decode in order.decodes:
         words += decode
@@ -56,8 +56,8 @@ def pack(order: StepInput) -> list[int]:
 
 
 def unpack(words: list[int]) -> StepInput:
-    """The order that `pack` made `words` of."""
-    w = iter(words)
+    """Return the step input that `pack` packed into `words`."""
+    w = iter(words)  # arguments are evaluated from left to right, so they read the words in order
     return StepInput(
         mode=SamplingMode(next(w)),
         decodes=tuple(DecodeRequest(next(w), next(w), next(w)) for _ in range(next(w))),
@@ -75,12 +75,12 @@ def unpack(words: list[int]) -> StepInput:
 
 
 def checksum(order: StepInput) -> int:
-    """A checksum of `order`, the same on every rank."""
+    """Return a checksum of `order`: equal step inputs have the same one on every rank."""
     return zlib.crc32(array("q", pack(order)))
 
 
 def shared(words: list[int], count: int, axis: Axis) -> list[int]:
-    """The leader's `count` words, on every rank of the group."""
+    """Broadcast the leader's `count` words; returns them on every rank of the group."""
     row = torch.tensor(words, dtype=torch.int64) if axis.rank == 0 else torch.empty(count, dtype=torch.int64)
     got: list[int] = axis.broadcast(row).tolist()
     return got
@@ -92,7 +92,7 @@ def _adjusting_words(each: RowPenalties) -> Iterator[int]:
     for tokens in (each.tokens, each.late, each.allowed or (), *each.bad_words):
         yield len(tokens)
         yield from tokens
-    yield 0  # no bad word is empty
+    yield 0  # ends the list of bad words, as none of them is empty
     yield len(each.bias)
     for token, bias in each.bias:
         yield from (token, bits_of(bias))
@@ -123,7 +123,7 @@ def _adjusting(w: Iterator[int]) -> RowPenalties:
 def _constraint_words(constraint: RowGrammar) -> Iterator[int]:
     text = constraint.grammar.encode()
     yield from (constraint.row, len(text))
-    yield from array("q", text + bytes(-len(text) % WORD))
+    yield from array("q", text + bytes(-len(text) % WORD))  # padded to whole integers
     yield len(constraint.tokens)
     yield from constraint.tokens
 
@@ -135,5 +135,6 @@ def _constraint(w: Iterator[int]) -> RowGrammar:
 
 
 def _chunk(w: Iterator[int]) -> PromptChunk:
+    """Read one chunk. Its tokens need no length: one per row, and the next one unless the chunk is final."""
     row, start, stop, final, scored = next(w), next(w), next(w), bool(next(w)), next(w)
     return PromptChunk(row, start, stop, final, tuple(next(w) for _ in range(stop - start + (not final))), scored)

@@ -1,4 +1,4 @@
-"""The engine without Ray: requests in, one step after another, request outputs out."""
+"""The engine, without Ray: takes requests, runs one step after another, returns their outputs."""
 
 from cluster.engine.build import build_engine, build_rank
 from cluster.engine.engine import Engine

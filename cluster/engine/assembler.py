@@ -1,7 +1,7 @@
-"""An order (plain values) becomes a batch (tensors): what a step needs from the host goes to the device in one copy.
+"""Turns a `StepInput` (plain values) into a `Batch` (tensors), with one copy from the host to the device per step.
 
-`send` does what depends on how much has changed since the last step; `batch` is the beginning of the step's program,
-which is the same for all orders of one shape.
+`send` runs eagerly, because its work depends on how much has changed since the last step. `batch` is the beginning of
+the step's program, which is the same for all steps of one key and can be captured.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,7 +23,7 @@ from cluster.sampling.parameters import SamplingTable
 
 @dataclass(frozen=True, slots=True)
 class ProgramInputs:
-    """What the program of a step takes from the host: numbers on the device, what decides its shapes, and its turn."""
+    """The inputs of a step's program: numbers on the device, values that decide its shapes, its buffer set (`turn`)."""
 
     sent: Sent
     decodes: int
@@ -33,7 +33,7 @@ class ProgramInputs:
 
 
 class Assembler:
-    """Builds batches against one rank's page table and sampling table, which it keeps up to date on the device."""
+    """Builds the batches of one rank, and keeps its tables on the device up to date."""
 
     def __init__(
         self,
@@ -45,8 +45,8 @@ class Assembler:
         runners: Ordered[TargetRunner | DraftRunner],
         turns: int = 1,
     ) -> None:
-        """`shape` is that of the largest trees, `slots` is all memory that has slots; `runners` learn the bounds of
-        every step, and keep what a step works with for `turns` steps.
+        """`shape` is that of the largest trees. `slots` is all memory that is indexed by slots, for copies of pages.
+        `runners` get the host's bounds before each step; they have `turns` buffer sets, one for each step in flight.
         """
         self.turns = turns
         self._turn = 0
@@ -64,8 +64,8 @@ class Assembler:
         return self._table.idle_row
 
     def send(self, order: StepInput, forced: int) -> ProgramInputs:
-        """Bring the tables and the pools up to date, and send what the step needs, whose trees have room for `forced`
-        nodes that grammars force.
+        """Send the numbers of a step to the device, and apply its changes to tables and pools there. Its trees hold up
+        to `forced` nodes that grammars force.
         """
         staging = Staging(self._device)
         if order.adjustings or SamplingMode.ADJUSTED in order.mode:
@@ -76,7 +76,7 @@ class Assembler:
             _stage_prompt(order, staging, self.idle_row)
         if SamplingMode.PROMPT_LOGPROBS in order.mode:
             staging.add("scored", _scored(order.chunks))
-        inputs = len(staging)
+        inputs = len(staging)  # the lists so far are the program's inputs; those below are applied here
         changes = bool(order.lens or order.copies or order.writes or order.samplings)
         if changes:
             staging.add("set", (row for row, _ in order.lens))
@@ -91,7 +91,7 @@ class Assembler:
             self._change(order, rest.lists())
         longest = max((decode.most for decode in order.decodes), default=0)
         chunks = tuple((chunk.start, chunk.stop) for chunk in order.chunks)
-        self._turn = (self._turn + 1) % self.turns
+        self._turn = (self._turn + 1) % self.turns  # the step in flight may still use the other buffer set
         bounds = HostBounds(longest, chunks, forced, tuple(decode.least for decode in order.decodes), self._turn)
         positions = max((longest, *(stop for _, stop in chunks))) + self._beyond
         for runner in self._runners:
@@ -99,6 +99,7 @@ class Assembler:
         return ProgramInputs(sent, len(order.decodes), order.mode, forced, self._turn)
 
     def _change(self, order: StepInput, changes: dict[str, Tensor]) -> None:
+        """Apply the changes on the device, queued behind the steps in flight, which still use the old values."""
         if order.writes:
             self._table.apply(changes["cleared"], changes["written"].view(3, -1))
         if order.samplings:
@@ -111,7 +112,7 @@ class Assembler:
                 memory.move_kv_cache(*changes["copies"].view(2, -1))
 
     def batch(self, inputs: ProgramInputs) -> Batch:
-        """The batch of a step."""
+        """Build the batch of a step; a captured program begins here. Only operators of torch, no value is read back."""
         sent = inputs.sent.lists()
         rows = sent["rows"]
         decode_rows = rows[: inputs.decodes]
@@ -142,20 +143,23 @@ class Assembler:
 
 
 def positions_beyond(shape: TreeShape) -> int:
-    """How many positions behind the end of a text as the host knows it a step may have rows.
+    """How far beyond the longest request, as the host knows it, rows of a step can have positions.
 
-    A tree lies behind the last token, and a step may begin before the host has read what the step before it accepted.
+    A tree lies behind the last token, and a step may begin before the host has read how many tokens the step before it
+    accepted. So the depth of a tree counts twice.
     """
     return 2 * shape.forcing().num_steps + 3
 
 
 def _stage_writes(writes: Ordered[PageWrite], staging: Staging) -> None:
+    """Stage the cleared rows, which come first in `writes`; then rows, entries, pages of the n others, as `[3 n]`."""
     cleared = [write.row for write in writes if write.entry < 0]
     staging.add("cleared", cleared)
     staging.add("written", (number for column in zip(*writes[len(cleared) :], strict=True) for number in column))
 
 
 def _stage_prompt(order: StepInput, staging: Staging, idle_row: int) -> None:
+    """Stage the prompt chunks: lists with one number per row, per chunk, and per prompt that ends."""
     chunks, idle = order.chunks, order.idle_finals
     empty = max(0, order.chunk_places - len(chunks))
     tokens: list[int] = []
@@ -166,22 +170,23 @@ def _stage_prompt(order: StepInput, staging: Staging, idle_row: int) -> None:
         tokens += chunk.tokens[: _length(chunk)]
         indptr.append(len(tokens))
         after += chunk.tokens[1:]
-        if chunk.final:
+        if chunk.final:  # no token after the last one yet: extend puts in the one that the target chooses
             after.append(0)
             final_rows.append(len(tokens) - 1)
     staging.add("tokens", tokens)
     staging.add("next", after)
     staging.add("positions", (at for chunk in chunks for at in range(chunk.start, chunk.stop)))
     staging.add("token rows", (chunk.row for chunk in chunks for _ in range(_length(chunk))))
+    # Padding entries of "final rows" point at row 0, a dummy row: padding puts idle chunks first.
     staging.add("final rows", final_rows + [0] * idle)
     staging.add("final lens", [chunk.stop for chunk in chunks if chunk.final] + [0] * idle)
-    staging.add("indptr", indptr + [len(tokens)] * empty)
+    staging.add("indptr", indptr + [len(tokens)] * empty)  # chunks without rows
     staging.add("starts", [chunk.start for chunk in chunks] + [0] * empty)
     staging.add("chunk rows", [chunk.row for chunk in chunks] + [idle_row] * empty)
 
 
 def _scored(chunks: Iterable[PromptChunk]) -> Iterator[int]:
-    """The prompt rows that are scored, the first of each chunk, by their places among all."""
+    """The indices of the rows that return log-probabilities, among all prompt rows: the first ones of each chunk."""
     start = 0
     for chunk in chunks:
         yield from range(start, start + chunk.scored)

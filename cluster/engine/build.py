@@ -1,4 +1,4 @@
-"""Builds one rank's engine: resolves and loads the models, allocates memory, assembles the step, measures its pace."""
+"""Builds the engine of one rank: loads the models, allocates memory, assembles the step, measures its pace."""
 
 import logging
 import os
@@ -57,13 +57,13 @@ from cluster.tokenizer.tokenizer import TextTokenizer
 logger = logging.getLogger(__name__)
 
 GPU_WASTE = 0.5  # largest share of idle rows with which a GPU pads instead of sending exact counts
-GPU_FORCED_ROWS, CPU_FORCED_ROWS = 256, 4  # that a step may spend on what grammars force: about what costs nothing
+GPU_FORCED_ROWS, CPU_FORCED_ROWS = 256, 4  # rows per step for forced nodes of grammars: as many as cost almost nothing
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
-    """What an engine is assembled from; `context_length` is the most tokens of one request. `weights` are the bytes of
-    the models on a device with memory of its own, `device_memory`.
+    """The parts from which an engine is assembled. `context_length` is the most tokens of one request. On a device with
+    memory of its own (`device_memory`), `weights` are the bytes of the models.
     """
 
     mesh: Mesh
@@ -76,21 +76,21 @@ class EnginePlan:
 
     @property
     def resolved(self) -> ResolvedModels:
-        """The specs of the models, and the settings as resolved with them."""
+        """The specs of the models and the resolved settings."""
         return self.models.resolved
 
     @property
     def sampler(self) -> Sampler:
-        """What chooses from logits, by the same kernels as the models."""
+        """The sampler, with the same kernels as the models."""
         return sampler_of(self.models.kernels)
 
     @property
     def trees(self) -> TreeBackend:
-        """What grows and accepts trees, by the same kernels."""
+        """The functions that grow and accept trees, with the same kernels."""
         return tree_backend_of(self.models.kernels)
 
     def draft(self) -> Draft:
-        """The draft over the draft runner list: one runner for all levels, one runner per level, or no draft at all."""
+        """Return the draft over `draft_runner_list`: one runner for all levels, one per level, or no draft at all."""
         runners, topk = self.memory.draft_runner_list, self.resolved.shape.topk
         if not runners:
             return NoDraft()
@@ -102,7 +102,7 @@ class EnginePlan:
 
 
 def build_engine(config: EngineConfig) -> Engine:
-    """The engine of `config` in a world of one, ready to step; see `prepare_alone`.
+    """Return the engine of `config` as a gang of one rank, ready to step.
 
     Raises:
         ConfigError: something cannot run as configured; the message names the setting and the remedy.
@@ -112,8 +112,8 @@ def build_engine(config: EngineConfig) -> Engine:
 
 
 def prepare_alone(config: EngineConfig, memory: DeviceMemory | None = None) -> EnginePlan:
-    """Prepare an engine in a world of one; `engine_of` completes it, with any draft. `memory` is the device's, if it is
-    not to be asked for it. What `config` names on a hub is downloaded, once the settings alone have been checked.
+    """Load the models and allocate the memory of a gang of one rank; `engine_of` completes it, with any draft. `memory`
+    replaces the memory that the device reports. Models named on a hub are downloaded after the settings were checked.
 
     Raises:
         ConfigError: as `build_engine`.
@@ -126,7 +126,7 @@ def prepare_alone(config: EngineConfig, memory: DeviceMemory | None = None) -> E
 
 
 def engine_of(prepared: EnginePlan, draft: Draft) -> Engine:
-    """The engine of a world of one that drafts with `draft`.
+    """Return the engine of a gang of one rank that drafts with `draft`.
 
     Raises:
         ConfigError: as `build_engine`.
@@ -137,8 +137,8 @@ def engine_of(prepared: EnginePlan, draft: Draft) -> Engine:
 
 
 def build_rank(config: EngineConfig, rank: int, rendezvous: Rendezvous | None, store: Store | None = None) -> Rank:
-    """Rank `rank` of the gang that meets at `rendezvous`, ready to step with its peers; rank 0 brings the `store`.
-    What `config` names on a hub is read from this node's cache, and downloaded into it if it is not there.
+    """Return rank `rank` of the gang that meets at `rendezvous`, ready to step with its peers. Rank 0 has the `store`.
+    Models named on a hub are read from this node's cache, and downloaded into it if they are missing.
 
     Raises:
         ConfigError: something cannot run as configured, or ranks are configured differently.
@@ -162,8 +162,7 @@ def build_rank(config: EngineConfig, rank: int, rendezvous: Rendezvous | None, s
 def prepare(
     resolved: ResolvedModels, mesh: Mesh, device: torch.device, memory: DeviceMemory | None = None
 ) -> EnginePlan:
-    """Load the models of one rank and allocate its memory, together with its peers. On a device with memory of its own,
-    KV caches get what weights and the largest steps leave, which is measured.
+    """Load the models of one rank and allocate its memory, together with its peers.
 
     Raises:
         ConfigError: something cannot run as configured, or ranks are configured differently.
@@ -179,7 +178,7 @@ def prepare(
     else:
         remedy, before = "raise tp_size, or serve a quantised checkpoint", memory.free()
         models = fitting(lambda: load_models(resolved, mesh, device, kernels, deepest), memory, "the weights", remedy)
-        weights = max(0, before - memory.free())  # others may have given some back
+        weights = max(0, before - memory.free())  # other processes may have freed memory meanwhile
     pools = allocated(models, mesh, device, context_length, memory, weights)
     return EnginePlan(mesh, device, context_length, models, pools, memory, weights)
 
@@ -192,8 +191,8 @@ def allocated(
     memory: DeviceMemory | None,
     weights: int,
 ) -> RankMemory:
-    """What a rank needs beside its models, which take `weights` bytes; on a device with memory of its own KV caches get
-    what weights and the largest steps leave.
+    """Allocate the memory of a rank beside its models, which take `weights` bytes. On a device with memory of its own,
+    KV caches get what weights and the largest steps leave; the steps are measured.
 
     Raises:
         ConfigError: something does not fit; the message says what to lower.
@@ -211,7 +210,7 @@ def allocated(
 
 
 def assemble(prepared: EnginePlan, draft: Draft) -> Rank:
-    """One rank's engine on its mesh: an `Engine` where it leads its attention group, else a `Follower`.
+    """Return the engine of one rank on its mesh: an `Engine` if it leads its attention group, else a `Follower`.
 
     Raises:
         ConfigError: the draft does not reproduce the sample in its folder.
@@ -227,8 +226,8 @@ def assemble(prepared: EnginePlan, draft: Draft) -> Rank:
     captured = None
     if captures is not None:
         capture = partial(capture_decoding, lockstep, resolved.config, captures.buckets)
-        captured = capture() if own is None else beside(taken, capture, mesh, own)
-    memory.watch.take()
+        captured = capture() if own is None else beside(taken, capture, mesh, own)  # must leave `taken` bytes free
+    memory.watch.take()  # drop the forward times of the steps so far
     lockstep.watch.serve(resolved.config.watchdog_timeout_s)
     name = name_of(resolved.config.model_path) or "model"
     metrics = EngineMetrics(model_name=name, rank=mesh.rank, depths=resolved.shape.forcing().num_steps)
@@ -260,10 +259,10 @@ def assemble(prepared: EnginePlan, draft: Draft) -> Rank:
 
 
 def _lockstep(prepared: EnginePlan, draft: Draft, captures: Captures | None) -> Lockstep:
-    """This rank's side of the gang's steps: the step, its coordinator and exchange, and the tables that it reads."""
+    """Return the `Lockstep` of this rank: the step, its coordinator and exchange, and the tables that it reads."""
     mesh, device, models, memory = prepared.mesh, prepared.device, prepared.models, prepared.memory
     config, shape, dtype = prepared.resolved.config, prepared.resolved.shape, models.dtype
-    rows, shapes = config.max_running_requests + 1, tiers(shape)
+    rows, shapes = config.max_running_requests + 1, tiers(shape)  # the last row is that of idle requests
     carried = EagleDraftInput.create_idle_input(prepared.resolved.draft, shape.topk, dtype, device, rows)
     runners: list[TargetRunner | DraftRunner] = [memory.target_runner, *memory.draft_runner_list]
     slots: list[SlotMemory] = [runner.pool for runner in runners]
@@ -307,7 +306,7 @@ def _lockstep(prepared: EnginePlan, draft: Draft, captures: Captures | None) -> 
 
 
 def _lag(config: EngineConfig, device: torch.device) -> int:
-    """Steps that the host is ahead; a CPU has ended a step when the host comes back from it."""
+    """How many steps the host runs ahead of the device: on a CPU none, because it runs a step synchronously."""
     return int(config.overlap and device.type == "cuda")
 
 
@@ -318,7 +317,7 @@ def _check_sample(prepared: EnginePlan, lockstep: Lockstep) -> None:
 
 
 def _pace(prepared: EnginePlan, lockstep: Lockstep) -> StepTimes | None:
-    """The measured pace; None where `mixed_prefill_size` replaces it."""
+    """Return the measured pace; None if `mixed_prefill_size` replaces it."""
     config = prepared.resolved.config
     if config.mixed_prefill_size is not None:
         return None
@@ -344,7 +343,7 @@ def _host(config: EngineConfig, device: torch.device) -> None:
 
 
 def _context_length(config: EngineConfig, most: int) -> int:
-    """The most tokens of a request: `context_length` where it is set, even beyond the target's `most`, else `most`."""
+    """Return the most tokens of a request: `context_length` if set, even beyond the target's `most`; else `most`."""
     if config.context_length is not None and config.context_length > most:
         logger.warning(
             "context_length %d is beyond the %d tokens that the target's config promises (max_position_embeddings, "

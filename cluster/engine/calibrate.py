@@ -1,7 +1,7 @@
-"""Measures how long steps of this gang take: a few with made-up rows, once at start, before the first request.
+"""Measures how long steps of this gang take: runs a few steps with made-up rows, once, before the first request.
 
-They run the real step, on every rank at once. A time is the slowest rank's, and the best of a few rounds, so that a
-machine which is busy for a moment does not distort the pace for good.
+All ranks run the real step. A time is that of the slowest rank and the best of a few rounds, so that a machine that is
+busy for a moment does not distort the pace for good.
 """
 
 import time
@@ -16,20 +16,20 @@ from cluster.engine.lockstep import Lockstep
 from cluster.kv.cache import KVCache, Lease
 from cluster.observability.step_times import Curve, StepTimes
 
-MOST_ROWS = 4096  # no measured step has more prompt rows
-ROUNDS, ENOUGH_S = 6, 3.0  # at most so many rounds, and no further one after so many seconds
-STRIDE = 7919  # between token ids, so that not all rows choose the same experts
+MOST_ROWS = 4096  # most prompt rows of a measured step
+ROUNDS, ENOUGH_S = 6, 3.0  # most rounds, and the seconds after which no further round begins
+STRIDE = 7919  # between the token ids of neighbouring rows, so that not all rows choose the same experts
 ROWS = 16  # the first point of the curve of prompt rows
 MORE_DECODES, MORE_ROWS = 4, 2  # factors from one point of a curve to the next
 STEEP = 2.0  # a curve ends at so many times the time of its first step; beyond that it is extrapolated
-LONG = 2048  # length with which attention's own work is measured, of decoding requests and of many prompt rows
-DEEP = 8192  # length of the prefix with which reading it is measured, by a single row: no processor caches so much
-SHALLOW = 128  # shorter prefixes are not measured: what they add is less than the clock's noise
+LONG = 2048  # prefix length for measuring attention, of decoding requests and of many prompt rows
+DEEP = 8192  # prefix length for measuring a single row that reads it: no processor caches so much
+SHALLOW = 128  # shorter prefixes are not measured: what they add is below the noise of the clock
 
 
 class TrialLoad(NamedTuple):
-    """A step to be timed. In every group `decodes` requests decode, with `committed` tokens each; besides, one group,
-    or every group if `crowd`, runs `rows` prompt rows that follow `start` tokens.
+    """A step to be timed. In every group `decodes` requests decode, with `committed` tokens each. In addition the first
+    group, or every group if `crowd`, runs `rows` prompt rows after a prefix of `start` tokens.
     """
 
     decodes: int
@@ -40,7 +40,7 @@ class TrialLoad(NamedTuple):
 
 
 class StepLimits(NamedTuple):
-    """The largest step that can be measured: decoding requests, prompt rows, and tokens of one request."""
+    """The largest step that can be measured: its decoding requests, its prompt rows, the tokens of one request."""
 
     decodes: int
     rows: int
@@ -48,7 +48,7 @@ class StepLimits(NamedTuple):
 
 
 def measure_pace(lockstep: Lockstep, cache: KVCache, config: EngineConfig, context: int, vocab_size: int) -> StepTimes:
-    """The pace of this gang, the same on every rank; all ranks must call this, with an empty cache."""
+    """Return the pace of this gang, the same on every rank. All ranks must call this, with an empty cache."""
     shape = lockstep.shapes[-1]
     length = min(context, cache.total * cache.page_size - shape.window)
     budget = config.chunked_prefill_size if config.chunked_prefill_size > 0 else MOST_ROWS
@@ -60,7 +60,7 @@ def measure_pace(lockstep: Lockstep, cache: KVCache, config: EngineConfig, conte
         lease = cache.open(tokens, length + shape.window)
         assert lease is not None, "an empty cache holds a request"
         trial.begin(cache, lease)
-    trial.run(TrialLoad(1, rows=1))  # warm-up: what is initialised on first use
+    trial.run(TrialLoad(1, rows=1))  # warm-up: some things are initialised on first use
     given = (limits, config.prefill_share, shape.num_draft_tokens, lockstep.mesh.attn_dp)
     pace = fit(trial.time, *given)
     for _ in range(ROUNDS - 1):
@@ -69,14 +69,14 @@ def measure_pace(lockstep: Lockstep, cache: KVCache, config: EngineConfig, conte
             pace = fit(trial.time, *given)
     if trial.lease is not None:
         cache.close(trial.lease, tokens, 0)
-    lockstep.mesh.world.clock.split()
+    lockstep.mesh.world.clock.split()  # drop the waits of these steps from the statistics
     return pace
 
 
 @dataclass(slots=True)
 class _Trial:
-    """Steps with made-up rows, and the best time of each. In each group all rows belong to one request, which is
-    repeated as often as a step needs.
+    """Runs steps with made-up rows and keeps the best time of each. In each group all rows belong to one request, which
+    appears in a step as often as needed.
     """
 
     lockstep: Lockstep
@@ -88,31 +88,31 @@ class _Trial:
     _first: StepInput = field(default=StepInput())
 
     def begin(self, cache: KVCache, lease: Lease) -> None:
-        """Use `lease`; the first order tells followers of it."""
+        """Use `lease`. The first step input brings its table row to the device and to followers."""
         self.lease = lease
         greedy = RowSampling(lease.row, 0.0, 0, 1.0, 0.0, 0)
         self._first = StepInput(samplings=(greedy,), writes=cache.table.unsent)
         cache.table.sent()
 
     def time(self, load: TrialLoad) -> float:
-        """The best time so far of a step with this load, in microseconds, the same on every rank."""
+        """Return the best time so far of a step with this load, in microseconds; the same on every rank."""
         if load not in self.best:
             self.best[load] = self._everyones(self.run(load))
         return self.best[load]
 
     def again(self) -> None:
-        """Another round of steps with all loads that were timed."""
+        """Run one more round of all loads timed so far."""
         for load, best in self.best.items():
             self.best[load] = min(best, self._everyones(self.run(load)))
 
     def _everyones(self, seconds: float) -> float:
-        """The slowest rank's time in microseconds, added to `spent`."""
+        """Return the time of the slowest rank in microseconds, at least 1; adds it to `spent`."""
         slowest = max(us for (us,) in self.lockstep.mesh.all_gather_row((int(1e6 * seconds),)))
         self.spent += slowest / 1e6
         return max(1.0, slowest)
 
     def run(self, load: TrialLoad) -> float:
-        """Run a step with this load; returns its seconds on this rank."""
+        """Run a step with this load; returns the seconds that it took on this rank."""
         order, deepest = StepInput(), len(self.lockstep.shapes) - 1
         if self.lease is not None:
             order, self._first = self._first, StepInput()
@@ -130,12 +130,14 @@ class _Trial:
 
 
 def fit(time: Callable[[TrialLoad], float], limits: StepLimits, share: float, tree: int, groups: int) -> StepTimes:
-    """The pace of a gang of `groups`, fitted to a few steps; `time` measures a step, in microseconds."""
+    """Return the pace of a gang of `groups`, fitted to a few steps; `time` measures a step, in microseconds."""
+    # Curve 1: time by decoding requests. The number grows by factors until the step takes twice as long.
     alone = time(TrialLoad(1))
     decode = [(1, alone)]
     while decode[-1][0] < limits.decodes and decode[-1][1] < STEEP * alone:
         more = min(decode[-1][0] * MORE_DECODES, limits.decodes)
         decode.append((more, time(TrialLoad(more))))
+    # Curve 2: time by target rows, of one decoding request (`tree` rows) and a growing prompt chunk.
     few = min(ROWS, limits.rows)
     target = [(tree, alone), (tree + few, time(TrialLoad(1, rows=few)))]
     rows = few
@@ -144,6 +146,7 @@ def fit(time: Callable[[TrialLoad], float], limits: StepLimits, share: float, tr
         target.append((tree + rows, time(TrialLoad(1, rows=rows))))
     last = target[-1][1]
 
+    # If all groups run the rows, the step takes longer by `crowd` times the rows' own time for each other group.
     crowd = 0.0
     if groups > 1 and last > alone:
         together = time(TrialLoad(1, rows=rows, crowd=True))
@@ -151,6 +154,8 @@ def fit(time: Callable[[TrialLoad], float], limits: StepLimits, share: float, tr
     long, deep = min(LONG, limits.tokens - rows), min(DEEP, limits.tokens - rows)
     token = prefix = pair = 0.0
     if deep >= SHALLOW:
+        # `token`: per request and token of its length. `prefix` and `pair`: a chunk of n rows after p tokens costs
+        # p * (prefix + pair * n). One row and `rows` rows give two equations for the two unknowns.
         readers, usual = decode[min(1, len(decode) - 1)]
         token = max(0.0, time(TrialLoad(readers, long)) - usual) / (readers * long)
         more_one = max(0.0, time(TrialLoad(1, rows=1, start=deep)) - time(TrialLoad(1, rows=1))) / deep
@@ -161,6 +166,6 @@ def fit(time: Callable[[TrialLoad], float], limits: StepLimits, share: float, tr
 
 
 def _rising(points: Sequence[tuple[int, float]]) -> Curve:
-    """The same points, none below the one before: less work never takes longer."""
+    """Return the points, each raised to the one before if it is lower: less work never takes longer."""
     times = accumulate((us for _, us in points), max)
     return tuple((at, us) for (at, _), us in zip(points, times, strict=True))

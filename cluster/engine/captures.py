@@ -1,4 +1,4 @@
-"""What of a rank's steps is captured: at which sizes, by what, and before the first request."""
+"""Decides which steps of a rank are captured, at which sizes and how; captures decoding before the first request."""
 
 import logging
 import time
@@ -26,8 +26,8 @@ from cluster.status import CaptureInfo
 logger = logging.getLogger(__name__)
 
 MODES = (SamplingMode(0), SamplingMode.NOISY, SamplingMode.NOISY | SamplingMode.FILTERED)
-AUTO_BYTES = 1 << 28  # that programs may take where no setting asks for them
-LARGEST = 512  # rows of decoding requests, or of prompts, that a GPU's steps are padded to unless settings say more
+AUTO_BYTES = 1 << 28  # most memory of all tapes with capture auto
+LARGEST = 512  # largest default size on a GPU (requests or prompt rows), unless max_running_requests is larger
 NOT_YET = "graphs of FlashInfer's kernels have not run on a GPU yet; capture on captures steps that decode"
 BY_RANKS = "a rank whose plan of FlashInfer's comes out unlike the captured one would launch anew what others replay"
 BY_TORCH = "attention by torch reads as far as the longest request may be, which a graph would fix"
@@ -37,21 +37,21 @@ UNEVEN = "with dp_padding exact groups exchange parts of different sizes, which 
 
 @dataclass(frozen=True, slots=True)
 class Captures:
-    """`capture` makes a program of a step, `buckets` are the sizes for which."""
+    """How steps are captured: `capture` captures one, `buckets` are the sizes of programs."""
 
     capture: Capture
     buckets: Buckets
 
 
 def captures_of(config: EngineConfig, device: torch.device, models: RankModels, mesh: Mesh) -> Captures | None:
-    """How programs are captured, None: not at all, which the log explains.
+    """Return how steps are captured; None if they are not. On a GPU the log says why, unless capture is off.
 
-    By default of steps without prompts, which recur: on a GPU with Triton's kernels, whose launches say nothing of
-    lengths, and on a CPU with the kernels in C, whose calls are replayed faster than torch makes them anew, there as
-    many rows as keep all programs within `AUTO_BYTES`. With FlashInfer the same steps, but only where it is asked for.
+    By default steps without prompts are captured, because they recur. On a GPU this needs Triton's kernels, whose
+    launches do not depend on lengths. On a CPU it needs the kernels in C, which replay faster than torch runs eagerly;
+    rows are limited so that all tapes stay within `AUTO_BYTES`. With FlashInfer only `capture: on` captures.
 
     Raises:
-        ConfigError: the device has no attention that can be captured, or sizes do not suit the ranks.
+        ConfigError: capture is on, but cannot be had with these kernels and settings; or sizes do not suit the ranks.
     """
     if device.type == "cuda":
         return _graphs(config, models, mesh)
@@ -67,6 +67,7 @@ def captures_of(config: EngineConfig, device: torch.device, models: RankModels, 
 
 
 def _graphs(config: EngineConfig, models: RankModels, mesh: Mesh) -> Captures | None:
+    """`captures_of` on a GPU. A reason `why` not to capture is an error with capture on, else a line in the log."""
     if config.capture == "off":
         return None
     kernels, why, remedy = models.kernels, "", "attention_backend to triton"
@@ -88,14 +89,14 @@ def _graphs(config: EngineConfig, models: RankModels, mesh: Mesh) -> Captures | 
         logger.info("rank %d: steps are launched anew, not captured: %s", mesh.rank, why)
         return None
     buckets, segments = buckets_of(config, torch.device("cuda"), mesh), CudaSegments()
-    if kernels.flashinfer is not None:  # graphs are planned for a fixed number of texts, which no key has
+    if kernels.flashinfer is not None:  # its graphs have a fixed number of prompt chunks, which is not in the key
         buckets = replace(buckets, prompts=False)
     return Captures(lambda program: Graph(program, segments), buckets)
 
 
 def row_bytes(models: RankModels) -> int:
-    """About what the buffers of all tapes take for one row of the target, on every rank alike: one layer's work, as the
-    next layer works in the same memory, and logits twice; all that again, as tapes of few rows have their own.
+    """Estimate the bytes of all tapes' buffers per target row; the same on every rank. It counts the activations of the
+    largest layer (layers reuse the memory) and logits twice; then double, as tapes of few rows have own buffers.
     """
     arch = models.resolved.target
     layer = max(8 * one.hidden + 3 * one.mlp_columns + 2 * one.heads * one.head_dim for one in arch.layers)
@@ -103,13 +104,13 @@ def row_bytes(models: RankModels) -> int:
 
 
 def buckets_of(config: EngineConfig, device: torch.device, mesh: Mesh) -> Buckets:
-    """Those of the settings; else few sizes on a GPU, which pads, and exact ones on a CPU, which pays for each row.
+    """Return the sizes of programs: those set, else few sizes on a GPU (which pads) and exact ones on a CPU.
 
-    On GPUs the ranks of several groups carry equal shares of every group's rows in a captured step, so sizes are
-    multiples of the ranks of a group.
+    With several groups on GPUs, the ranks of a group must carry equal shares of its rows in a captured step, so sizes
+    are multiples of the number of ranks in a group.
 
     Raises:
-        ConfigError: those of the settings are not.
+        ConfigError: `capture_sizes` has a size that is no such multiple.
     """
     if device.type != "cuda":
         return Buckets() if config.capture_sizes is None else Buckets(config.capture_sizes)
@@ -126,7 +127,7 @@ def buckets_of(config: EngineConfig, device: torch.device, mesh: Mesh) -> Bucket
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """Steps in which `requests` requests decode with trees of tier `num_steps`."""
+    """A step to capture: `requests` requests decode with trees of tier `num_steps`."""
 
     requests: int
     num_steps: int
@@ -134,8 +135,8 @@ class Decoding:
 
 
 def decoding_steps(config: EngineConfig, deepest: TreeShape, buckets: Buckets) -> Iterator[Decoding]:
-    """One for each program of decoding that loads can need which are alike in all groups, log-probabilities left out;
-    largest first, so that on a GPU the others fit in its memory.
+    """Yield one step for each program that decoding can need if all groups have the same load, for the common `MODES`.
+    The largest come first, so that on a GPU the smaller ones fit into their memory.
     """
     for span in reversed(buckets.spans()):
         if Sizes(span.stop - 1, 0, 0).rows(deepest.num_draft_tokens) > MOST_ROWS:
@@ -146,11 +147,11 @@ def decoding_steps(config: EngineConfig, deepest: TreeShape, buckets: Buckets) -
 
 
 def capture_decoding(lockstep: Lockstep, config: EngineConfig, buckets: Buckets) -> CaptureInfo:
-    """Capture them, with idle requests, before the first request; all ranks must call this."""
+    """Capture all `decoding_steps` with idle requests, before the first request; all ranks must call this."""
     began, programs = time.perf_counter(), lockstep.programs
     for step in decoding_steps(config, lockstep.shapes[-1], buckets):
         order = StepInput(decodes=(DecodeRequest(programs.assembler.idle_row, 0),) * step.requests, mode=step.mode)
-        for _ in range(2 * programs.assembler.turns):  # the first run makes what is made once, the second is captured
+        for _ in range(2 * programs.assembler.turns):  # per turn: an eager first run, then the run that is captured
             ran = lockstep.run(order if lockstep.mesh.leads else StepInput(), 0, step.num_steps)
             if ran.output is not None:
                 lockstep.read(ran)

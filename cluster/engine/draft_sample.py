@@ -1,7 +1,7 @@
-"""Checks a draft against its own sample when it is loaded.
+"""Checks a draft when it is loaded, against the sample output in its own folder.
 
-The sample runs through the real step: the target with its captured hidden states, the draft's fc, norms and attention,
-on every rank of the gang at once.
+The sample runs through the real step, on all ranks of the gang: the target with its aux hidden states, the draft's fc,
+norms and attention.
 """
 
 import logging
@@ -19,17 +19,17 @@ from cluster.spec.inputs import EagleDraftInput
 logger = logging.getLogger(__name__)
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.05}
-"""How far rounding may shift the hidden state (relative) and the probability of the most likely token. The demo draft's
-hidden state shifts by 5e-7 in float32, 0.001 in float16 and 0.007 in bfloat16; by 0.09 with the other rope layout, by
-0.21 and 0.26 with aux layers off by one, by 0.9 and more with other misreadings."""
+"""Tolerances: the relative error of the hidden state, and the error of the most likely token's probability. Rounding
+shifts the demo draft's hidden state by 5e-7 in float32, 0.001 in float16 and 0.007 in bfloat16. A wrong rope layout
+shifts it by 0.09, aux layers off by one by 0.21 and 0.26, other misreadings by 0.9 and more."""
 FP8_CACHE = 0.05
-"""The same where attention reads k and v from FP8, in any dtype; the demo draft's hidden state shifts by 0.02."""
-HALF = 0.01  # larger tolerances are half precision's, where a near-tied token may take the place of the most likely one
+"""The tolerance with KV caches in FP8, in any dtype; the demo draft's hidden state shifts by 0.02."""
+HALF = 0.01  # larger tolerances are those of half precision: there a near-tied token may become the most likely one
 
 
 def take_sample(tokens: tuple[int, ...], lockstep: Lockstep, cache: KVCache) -> EagleDraftInput | None:
-    """The output of the draft's extend after `tokens`, for one request; None on a follower. All ranks of the gang must
-    call it.
+    """Return the output of the draft's extend after `tokens`, for one request; None on a follower. All ranks of the
+    gang must call this.
     """
     deepest = len(lockstep.shapes) - 1
     if not lockstep.mesh.leads:
@@ -48,12 +48,12 @@ def take_sample(tokens: tuple[int, ...], lockstep: Lockstep, cache: KVCache) -> 
 
 
 def check_sample(sample: Sample, config: EngineConfig, lockstep: Lockstep, cache: KVCache, context: int) -> None:
-    """Refuse a draft that does not reproduce its sample; skip the check if the sample exceeds `context` or the cache.
+    """Raise if a draft does not reproduce its sample. Skip the check if the sample exceeds `context` or the cache.
 
-    A token map from a file leaves the draft fewer tokens and so other probabilities; then only hidden is compared.
+    With a token map from a file the draft has fewer tokens and other probabilities, so only hidden states are compared.
 
     Raises:
-        ConfigError: how far off it is, and what may be wrong.
+        ConfigError: the message says how far off the draft is, and what may be wrong.
     """
     folder, mapped = config.speculative_draft_model_path, config.speculative_token_map is not None
     count, window = len(sample.tokens), lockstep.shapes[-1].window
@@ -69,7 +69,8 @@ def check_sample(sample: Sample, config: EngineConfig, lockstep: Lockstep, cache
     hidden = float((given.hidden[0].double().cpu() - wanted).norm() / wanted.norm())
     probability = 0.0
     if not mapped:
-        # Two tokens that are equally likely up to rounding may change places from one machine to the next.
+        # In half precision, two tokens that are equally likely up to rounding may swap between machines. Then the
+        # sample's token may be missing from the proposals, and the probability of the best proposal is compared.
         proposed = given.topk_index[0].tolist()
         at = proposed.index(sample.token) if sample.token in proposed else 0 if most > HALF else None
         here = 0.0 if at is None else math.exp(given.topk_logprobs[0, at])

@@ -1,11 +1,11 @@
-"""Notices a draft that the target hardly ever accepts: it costs time, and nothing else shows that it is wrong."""
+"""Detects a draft that the target hardly ever accepts. It only costs time, and nothing else shows that it is wrong."""
 
 import logging
 
 logger = logging.getLogger(__name__)
 
 TREES = 200  # verified trees after which a draft is judged
-LEAST = 0.05  # share of trees with an accepted token: a working draft has several times as many, chance alone has fewer
+LEAST = 0.05  # lowest share of trees with an accepted token: a working draft has several times that, chance less
 REASONS = (
     "the draft was trained for another target, another tokenizer or another kind of text; its vocabulary map (d2t) is "
     "wrong; or its config is misread: which layers of the target it reads (aux_numbering), or another of "
@@ -14,10 +14,10 @@ REASONS = (
 
 
 class DraftWatch:
-    """Counts the verified trees of one rank, and says in the log, once, when a draft is hardly ever accepted."""
+    """Counts the verified trees of one rank, and logs one warning if the draft is hardly ever accepted."""
 
     def __init__(self, rank: int, doubts: tuple[str, ...] = ()) -> None:
-        """`doubts` are what was noted when the draft was read (`DraftInfo.doubts`)."""
+        """`doubts` are the oddities found when the draft was read (`DraftInfo.doubts`)."""
         self._rank = rank
         self._doubts = doubts
         self._trees = self._accepted = 0
@@ -25,12 +25,12 @@ class DraftWatch:
 
     @property
     def rejected(self) -> bool:
-        """Whether enough trees were verified, and hardly any of them had an accepted token."""
+        """Whether at least `TREES` trees were verified, and hardly any of them had an accepted token."""
         return self._trees >= TREES and self._accepted < LEAST * self._trees
 
     def saw(self, accepted: int) -> None:
-        """Note a verified tree of which so many drafted tokens were accepted. Trees with nodes that a grammar forces do
-        not count: those are accepted whatever the draft says.
+        """Count one verified tree, of which `accepted` drafted tokens were accepted. Trees of requests with a grammar
+        must not be counted: forced nodes are accepted whatever the draft proposes.
         """
         self._trees += 1
         self._accepted += accepted > 0

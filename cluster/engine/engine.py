@@ -1,4 +1,4 @@
-"""The engine: requests in, one step after another, request outputs out. Not thread-safe; one loop owns it."""
+"""The engine: takes requests, runs one step after another, returns their outputs. Not thread-safe: one loop owns it."""
 
 import time
 from collections.abc import Iterable
@@ -43,7 +43,7 @@ TOO_SLOW = (
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """What an `Engine` consists of; `cluster.engine.build` assembles it."""
+    """The parts of an `Engine`; `cluster.engine.build` makes them."""
 
     config: EngineConfig
     arch: TargetArch
@@ -67,22 +67,22 @@ class Engine(Rank):
         self._p = parts
         self._sequences: dict[str, RequestState] = {}
         self._seeds = Seeds(parts.config.random_seed)
-        self._over: list[SequenceOutput] = []
+        self._over: list[SequenceOutput] = []  # of requests that ended when they were submitted
         self._trees = self._tree_tokens = self._anew = 0
-        self._busiest = self._prefilling = self._submitted = 0
+        self._busiest = self._prefilling = self._submitted = 0  # the first two: of other groups, by the last plan
         draft = parts.info.draft
         self._draft_watch = DraftWatch(parts.info.rank, () if draft is None else draft.doubts)
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` would do anything."""
+        """Whether this rank has requests, outputs to return, or steps in flight."""
         return bool(self._sequences or self._over or self._flights)
 
     def check(self, request: Request) -> None:
-        """Refuse a request that could never be served.
+        """Raise if a request could never be served.
 
         Raises:
-            ValueError: naming the field and the limit.
+            ValueError: names the field and the limit.
         """
         p, params = self._p, request.params
         prompt = len(request.prompt_token_ids) - request.resumed_tokens
@@ -100,6 +100,7 @@ class Engine(Rank):
                 f"{p.context_length} tokens; shorten the prompt or lower max_tokens"
             )
         shape = p.shape if params.grammar is None else p.shape.forcing()
+        # The window counts too: a step may write W slots beyond the last committed token.
         if p.cache.pages_for(prompt + params.max_tokens + shape.window) > p.cache.total:
             raise ValueError(
                 f"prompt of {prompt} tokens plus max_tokens {params.max_tokens} does not fit the KV cache of "
@@ -114,14 +115,14 @@ class Engine(Rank):
         Raises:
             ValueError: as `check`, or the request id is in use.
         """
-        self._submitted += 1
+        self._submitted += 1  # before the checks: routers count the requests that they sent, refused ones included
         self.check(request)
         if request.request_id in self._sequences:
             raise ValueError(f"request_id {request.request_id!r} is in use")
         p, params, ids = self._p, request.params, request.prompt_token_ids
         prompt_len = len(ids) - request.resumed_tokens
         finish = FinishCheck(params, p.arch.eos_token_ids, p.arch.vocab_size, p.tokenizer, ids[:prompt_len])
-        if request.resumed_tokens:
+        if request.resumed_tokens:  # the output that the client has may already end the request
             cut = finish.cut(ids[prompt_len:], params.max_tokens)
             if cut.reason is not None:
                 self._over.append(SequenceOutput(request.request_id, (), (), cut.reason, cut.stop_reason))
@@ -134,32 +135,35 @@ class Engine(Rank):
         p.scheduler.waiting.append(sequence)
 
     def abort(self, request_id: str) -> None:
-        """Drop a request and free its slots; unknown ids are fine."""
+        """Drop a request and free its pages. Unknown ids are ignored."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             self._p.scheduler.release(sequence)
             sequence.times.finish(self.metrics, "abort")
 
     def step(self) -> StepResult:
-        """Begin the next step of the gang (schedule, agree, draft -> target -> extend), commit the one that is due.
+        """Begin the next step of the gang (schedule, agree, draft -> target -> extend). Then commit the step whose
+        results are due: this one, or with overlap the one before it.
 
         Raises:
             GangError: a peer is gone, or ranks are out of step.
         """
         p, began = self._p, time.perf_counter()
+        # What other groups decode is known from the last plan only: agreement comes after scheduling.
         schedule = p.scheduler.schedule(self._busiest, self._prefilling)
-        if schedule.admitted:
+        if schedule.admitted:  # reported before the step runs, so that the replica can suspect them if it crashes
             self._begun(tuple(sequence.request.request_id for sequence in schedule.admitted))
         order = schedule.order(p.cache.table.unsent)
         scheduled = time.perf_counter()
         for sequence in schedule.fresh:
             sequence.times.admit(scheduled)
+        # Each group votes for a tree depth by its own load; the plan takes the lowest vote.
         vote = p.config.levels_at(len(schedule.decodes), p.shape.num_steps)
         ran = p.lockstep.run(order, len(self._sequences), vote, schedule.decode_us)
         own_group = p.lockstep.mesh.dp_rank
         self._busiest = max((us for g, us in enumerate(ran.plan.decode_us) if g != own_group), default=0)
         self._prefilling = sum(rows > 0 for g, rows in enumerate(ran.plan.prompt_rows) if g != own_group)
-        if ran.output is not None:
+        if ran.output is not None:  # otherwise nothing reached the device: keep the changes for the next step
             p.cache.table.sent()
             schedule.begin(ran.shape)
         seconds = {"schedule": scheduled - began, "agree": ran.agreed}
@@ -173,11 +177,12 @@ class Engine(Rank):
         return StepResult(tuple(outputs), stats)
 
     def _landed(self, landed: ReadStep, outputs: list[SequenceOutput]) -> StepResult:
-        """Commit a step whose results were read; `outputs` come before its own."""
+        """Commit a step whose results were read. `outputs` are returned before those of the step."""
         schedule, ran = landed.flight.schedule, landed.flight.ran
         began = time.perf_counter()
         committed, trees = self._commit(schedule, landed.given, ran.shape)
         seconds = landed.flight.seconds | landed.given.seconds | {"commit": time.perf_counter() - began}
+        # The time of the step as the pace predicts it: with its commit, without its scheduling.
         took_us = 1e6 * (landed.took + seconds["commit"] - seconds["schedule"])
         self._p.scheduler.learn(schedule, max(ran.plan.decode_us), max(ran.plan.prompt_rows), took_us)
         outputs = outputs + committed
@@ -186,7 +191,7 @@ class Engine(Rank):
         return StepResult(tuple(outputs), stats)
 
     def status(self) -> EngineStatus:
-        """Load and progress now."""
+        """The current load and progress."""
         cache, scheduler = self._p.cache, self._p.scheduler
         return EngineStatus(
             steps=self._steps,
@@ -207,7 +212,7 @@ class Engine(Rank):
         )
 
     def sample_draft(self, tokens: tuple[int, ...]) -> EagleDraftInput:
-        """The output of the draft's extend after `tokens`; only for an engine without requests."""
+        """Return the output of the draft's extend after `tokens`. Only for an engine without requests."""
         assert not self.has_work, "requests are running"
         given = take_sample(tokens, self._p.lockstep, self._p.cache)
         assert given is not None, "an engine leads"
@@ -220,7 +225,7 @@ class Engine(Rank):
     def _commit(
         self, schedule: Schedule, given: StepDecisions, shape: TreeShape
     ) -> tuple[list[SequenceOutput], list[tuple[int, int]]]:
-        """Commit what the step gave; returns its outputs, and of each verified tree the accept length and its nodes."""
+        """Commit the results of a step; returns its outputs, and (accept length, nodes) of each verified tree."""
         width, nodes = shape.num_steps + 1, shape.num_draft_tokens - 1
         outputs: list[SequenceOutput] = []
         trees: list[tuple[int, int]] = []
@@ -228,46 +233,48 @@ class Engine(Rank):
             if sequence.lease is not lease:  # ended, aborted or retracted since the step began
                 continue
             count = given.accept_len[i]
-            sound = min(count, given.finite[i])
-            sequence.accepted_run(count, shape)
+            sound = min(count, given.finite[i])  # tokens after non-finite logits are not given out
+            sequence.accepted_run(count, shape)  # the device committed all `count`, sound or not
             output = self._extend(sequence, given.tokens[i][:sound], given, i * width)
             if nodes and output.token_ids:
                 verified = len(output.token_ids), nodes if given.nodes is None else given.nodes[i]
                 sequence.count(*verified)
                 trees.append(verified)
-                if sequence.request.params.grammar is None:
+                if sequence.request.params.grammar is None:  # forced nodes are accepted whatever the draft says
                     self._draft_watch.saw(len(output.token_ids) - 1)
             if sequence.request.params.return_tree and output.token_ids:
                 assert given.trees is not None
                 tree = given.trees.read(i, given.tokens[i][:sound], shape.drafted.num_draft_tokens)
                 output = replace(output, tree=tree)
             outputs += self._settled(sequence, output, self._fault(sequence, lease, sound == count))
+        # Results of prompts are packed over all chunks: one entry of `first` per final chunk, one score per scored row.
         finals = scored = 0
         for chunk, whole in zip(schedule.chunks, self._sound_chunks(schedule, given), strict=True):
             sequence, run = chunk.sequence, []
             first, finals = finals, finals + chunk.final
             row, scored = scored, scored + chunk.scored
-            if sequence.lease is not chunk.lease:
+            if sequence.lease is not chunk.lease:  # as above; its entries are skipped
                 continue
             sequence.prefilled(chunk.stop, chunk.final)
             whole = whole and _score(chunk, given, row)
             if chunk.final:
                 run = [given.first[first]] if whole else []
             if chunk.final or not whole:
+                # Log-probabilities: S + 1 rows per decoding request (idle ones too), then one per final chunk.
                 output = self._extend(sequence, run, given, len(given.tokens) * width + first)
                 outputs += self._settled(sequence, output, self._fault(sequence, chunk.lease, whole))
         return outputs, trees
 
     @staticmethod
     def _sound_chunks(schedule: Schedule, given: StepDecisions) -> list[bool]:
-        """Whether all rows of each chunk are finite; the rows of idle chunks, which come first, are skipped."""
+        """For each chunk, whether all of its rows are finite. Rows of idle chunks come first and are skipped."""
         rows = given.sound
         idle = len(rows) - schedule.prompt_rows
         ends = list(accumulate((chunk.stop - chunk.start for chunk in schedule.chunks), initial=idle))
         return [all(rows[start:end]) for start, end in pairwise(ends)]
 
     def _extend(self, sequence: RequestState, run: list[int], given: StepDecisions, row: int) -> SequenceOutput:
-        """Append a run to its request, cut where the request ends; `row` is its first row of log-probabilities."""
+        """Append the tokens `run` to a request, cut where it ends; `row` is their first row of log-probabilities."""
         cut = sequence.finish.cut(run, sequence.room)
         kept = run[: cut.kept]
         sequence.extend(kept)
@@ -275,7 +282,7 @@ class Engine(Rank):
             sequence.times.give_tokens(time.perf_counter())
         wanted = sequence.request.params.logprobs
         logprobs: tuple[TokenLogprob, ...] = ()
-        if wanted is not None and kept:  # a chunk that is not the last draws none, and its step may have had none made
+        if wanted is not None and kept:  # without tokens the step may have computed no log-probabilities
             logprobs = tuple(_logprobs(given.logprobs, row, kept, wanted))
         return SequenceOutput(
             request_id=sequence.request.request_id,
@@ -288,7 +295,7 @@ class Engine(Rank):
         )
 
     def _fault(self, sequence: RequestState, lease: Lease, sound: bool) -> tuple[ErrorCode, str] | None:
-        """Why a request cannot go on, with the words for it; `sound`: its numbers are finite."""
+        """Return the error code and message if a request cannot go on, else None. `sound`: its numbers are finite."""
         constrained = sequence.request.params.grammar is not None
         if not sound:
             return "nonfinite_logits", NOT_MATCHED if constrained else NOT_FINITE
@@ -297,8 +304,8 @@ class Engine(Rank):
     def _settled(
         self, sequence: RequestState, output: SequenceOutput, fault: tuple[ErrorCode, str] | None
     ) -> list[SequenceOutput]:
-        """The outputs of one request in a step. A request that ends, by this output or by a `fault`, is released, and
-        its last output gets the speculation counts and the error.
+        """Return the outputs of one request in a step. If the request ends, by this output or by a `fault`, it is
+        released, and its last output has the speculation counts and the error.
         """
         if output.finish_reason is None and fault is None:
             return [output]
@@ -308,7 +315,7 @@ class Engine(Rank):
         if output.finish_reason is not None or fault is None:
             self._p.scheduler.release(sequence)
             return [replace(output, speculation=counts)]
-        self._p.scheduler.discard(sequence)
+        self._p.scheduler.discard(sequence)  # not `release`: KV that may hold NaN must not be shared
         name, cached = output.request_id, output.cached_tokens
         code, words = fault
         error = words.format(name=name, at=len(sequence.tokens), dtype=self._p.info.dtype)
@@ -350,11 +357,11 @@ class Engine(Rank):
 
 
 def _score(chunk: Chunk, given: StepDecisions, row: int) -> bool:
-    """Note the log-probabilities that a chunk was asked for, from row `row` of all on; says whether they are finite."""
+    """Store the prompt log-probabilities of a chunk, which begin at row `row`; returns whether all are finite."""
     sequence, wanted = chunk.sequence, chunk.sequence.request.params.prompt_logprobs
     if not chunk.scored or wanted is None or given.scores is None:
         return True
-    skipped = len(sequence.scores) - chunk.start  # rows that were scored before the request was retracted
+    skipped = len(sequence.scores) - chunk.start  # rows that were scored already, before a retraction
     lines = slice(row + skipped, row + chunk.scored)
     tokens = sequence.tokens[chunk.start + skipped + 1 : chunk.start + chunk.scored + 1]
     found, ranks = given.scores.logprobs, given.scores.ranks[lines].tolist()
@@ -365,7 +372,7 @@ def _score(chunk: Chunk, given: StepDecisions, row: int) -> bool:
 def _logprobs(
     found: Logprobs | None, row: int, tokens: list[int], top: int, ranks: list[int] | None = None
 ) -> Iterable[TokenLogprob]:
-    """Those of tokens in rows `row` onwards."""
+    """Yield the log-probabilities of `tokens`, which are in the rows from `row` on, each with its `top` best."""
     assert found is not None, "they were asked for"
     lines = slice(row, row + len(tokens))
     all_ids, all_values = found.ids[lines, :top].tolist(), found.values[lines, :top].tolist()

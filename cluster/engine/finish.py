@@ -1,4 +1,4 @@
-"""When a request ends: EOS, stop tokens, stop strings and max_tokens, exact even inside an accepted run of tokens."""
+"""Decides where a request ends within the tokens of a step: at EOS, a stop token, a stop string or max_tokens."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from cluster.tokenizer.tokenizer import IncrementalDetokenizer, StopFinder, Text
 
 
 class Cut(NamedTuple):
-    """How many tokens of a run count, and why the request ends there (None: it goes on)."""
+    """How many tokens of a run are kept, and why the request ends after them (None: it goes on)."""
 
     kept: int
     reason: FinishReason | None = None
@@ -16,7 +16,7 @@ class Cut(NamedTuple):
 
 
 class FinishCheck:
-    """Finds the end of one request in its committed tokens, which come as one run per step."""
+    """Finds the end of one request in its generated tokens. They come in runs: a run is the tokens of one step."""
 
     def __init__(
         self,
@@ -26,8 +26,8 @@ class FinishCheck:
         tokenizer: TextTokenizer | None,
         prompt_token_ids: Sequence[int],
     ) -> None:
-        """`prompt_token_ids` is the text before the first generated token; stop strings are looked for after it. Tokens
-        from `vocab_size` on, which a config or a client may name, never come.
+        """`prompt_token_ids` are the tokens before the first generated one; stop strings match only after them. End
+        tokens from `vocab_size` on, which a config or a client may name, are dropped: they are never generated.
         """
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
         self.ends = {token for token in ends if 0 <= token < vocab_size}
@@ -38,17 +38,17 @@ class FinishCheck:
             self._finder, self._text = StopFinder(params.stop), IncrementalDetokenizer(tokenizer, prompt_token_ids)
 
     def cut(self, run: Sequence[int], room: int) -> Cut:
-        """Where the run ends the request; `room` is how many more tokens max_tokens allows."""
+        """Return where the run ends the request. `room` is the number of tokens that max_tokens still allows."""
         if run and not room:
             return Cut(0, "length")
-        if self._finder is None and len(run) < room and self.ends.isdisjoint(run):
+        if self._finder is None and len(run) < room and self.ends.isdisjoint(run):  # the common case, without a loop
             return Cut(len(run))
         for kept, token in enumerate(run, start=1):
             if token in self.ends:
                 return Cut(kept, "stop", token)
             if self._finder is not None and self._text is not None:
                 text = self._text.push([token])
-                if self._most - room + kept <= self._least:
+                if self._most - room + kept <= self._least:  # within min_tokens a stop string does not count
                     self._finder.skip(text)
                 elif (hit := self._finder.find(text)) is not None:
                     return Cut(kept, "stop", hit.stop)

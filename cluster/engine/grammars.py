@@ -1,4 +1,4 @@
-"""Matchers of compiled grammars over the tokens of one model, whose bytes are read when the first one is needed."""
+"""Matchers of compiled grammars over the tokens of one model. The tokenizer is loaded for the first grammar only."""
 
 from functools import cached_property
 from threading import Lock
@@ -10,27 +10,27 @@ from cluster.tokenizer.tokenizer import TextTokenizer
 
 
 class LateMatchers:
-    """Makes matchers; nothing is read or imported before the first grammar or `prepare`, because it takes seconds."""
+    """Makes matchers. Loads the tokenizer at the first grammar or at `prepare`, because that takes seconds."""
 
     def __init__(self, tokenizer_path: str, vocab_size: int, ends: tuple[int, ...]) -> None:
-        """`tokenizer_path` is the folder of the tokenizer, `ends` are the tokens that end a text."""
+        """`tokenizer_path` is the folder of the tokenizer; `ends` are the tokens that end a text (EOS)."""
         self._path, self._vocab_size, self._ends = tokenizer_path, vocab_size, ends
         self._lock = Lock()
 
     def __call__(self, grammar: str) -> Matcher:
-        """The matcher of a grammar that was compiled once, at its beginning."""
+        """Return a new matcher of a compiled grammar, at its beginning."""
         return self._matchers.matcher(grammar)
 
     def prepare(self) -> None:
-        """Do beforehand, from any thread, what the first grammar would wait for.
+        """Load what the first grammar would otherwise wait for. Any thread may call this.
 
         Raises:
-            ConfigError: this model has no tokenizer, or one over which no grammar can be matched.
+            ConfigError: the model has no tokenizer, or one over which no grammar can be matched.
         """
         self._matchers.prepare()
 
     def read(self, grammar: str) -> None:
-        """Compile a grammar, from any thread, so that its matchers are made quickly.
+        """Compile a grammar ahead of time, so that its matchers are made quickly. Any thread may call this.
 
         Raises:
             GrammarError: as `Matchers.read`.
@@ -39,7 +39,7 @@ class LateMatchers:
 
     @property
     def _matchers(self) -> Matchers:
-        with self._lock:
+        with self._lock:  # `cached_property` has no lock: two threads would load twice
             return self._made
 
     @cached_property

@@ -1,22 +1,22 @@
-"""What the host's allocator does with memory that a step has freed.
+"""Makes the host's allocator keep the memory that a step has freed, for the next step.
 
-A step's tensors are freed when it ends, and the next one asks for as much. The GNU C library gives what is free at the
-end of its memory back to the system, which then clears thousands of pages in every step of many rows.
+The tensors of a step are freed at its end, and the next step needs as much again. By default the GNU C library returns
+free memory at the end of its heap to the system, which must then clear thousands of pages in each step of many rows.
 """
 
 import ctypes
 import os
 
-TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD = -1, -2, -3  # of mallopt(3)
+TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD = -1, -2, -3  # parameters of mallopt(3)
 KEPT_BYTES = 1 << 28
-HEAP_BYTES = 1 << 26  # the most in one heap of a thread that is not the first; with less as padding, free heaps go back
-LARGEST_PIECE = 1 << 25  # the most that the library takes for a threshold
+HEAP_BYTES = 1 << 26  # largest heap of threads other than the main one; with a smaller TOP_PAD free heaps are returned
+LARGEST_PIECE = 1 << 25  # the largest MMAP_THRESHOLD that the library accepts
 
 
 def keep_freed() -> bool:
-    """Have this process keep up to `KEPT_BYTES` of freed memory, in pieces up to `LARGEST_PIECE`, for what follows.
+    """Make this process keep up to `KEPT_BYTES` of freed memory, in blocks of up to `LARGEST_PIECE`, for later use.
 
-    False: it does as before, because the allocator is not the GNU C library's, or the environment says what to do.
+    Returns False if nothing was changed: the allocator is not the GNU C library's, or environment variables set it up.
     """
     named = any(name.startswith("MALLOC_") for name in os.environ)
     if named or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):

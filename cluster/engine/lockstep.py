@@ -1,6 +1,6 @@
-"""What every rank does in a step, whether it leads its attention group or follows: agree, share, pad, run.
+"""The part of a step that is the same on leaders and followers: agree on a plan, share the step input, pad it, run it.
 
-No branch here asks whether this rank is idle: without requests it runs the same code with no rows or with idle ones.
+No branch checks whether this rank is idle: without requests it runs the same code, with no rows or with idle rows.
 """
 
 import time
@@ -30,8 +30,8 @@ from cluster.spec.step import Step
 class GangStep:
     """A step that this rank has begun with its gang. `output` is None if no rank had rows, or if the gang ends with it.
 
-    `shape` is the tree of the step's tier, `real` the number of requests that decode, idle ones left out; `waits` are
-    the spans spent in collectives, `agreed` the seconds of the agreement, `ended` is when the device has run it.
+    `shape` is the tree of the step's tier. `real` is the number of requests that decode, without idle ones. `waits` are
+    the spans in collectives, `agreed` the seconds until the plan was known. `ended` marks the step's end on the device.
     """
 
     plan: StepPlan
@@ -45,12 +45,11 @@ class GangStep:
 
 @dataclass(slots=True)
 class Lockstep:
-    """One rank's side of the gang's steps; `shapes` are the trees by tier.
+    """One rank's side of the steps of its gang; `shapes` are the trees by tier.
 
-    `lag` is how many steps the host is ahead of a device that runs behind it: it begins the next step before it reads
-    the results of that many. Whatever is decided meanwhile reaches the device with a later order, so behind the steps
-    under way: pages can be freed and rows given to others at once, and what those steps still write there is
-    overwritten before anybody reads it.
+    `lag` is the number of steps whose results the host has not read yet when it begins the next one. What the host
+    decides meanwhile reaches the device with a later step input, queued behind the steps in flight. So pages are freed
+    and table rows reused at once: what a step in flight still writes there is overwritten before it is read.
     """
 
     mesh: Mesh
@@ -66,22 +65,22 @@ class Lockstep:
 
     @property
     def step(self) -> Step:
-        """The step that the programs run."""
+        """The step that `programs` runs."""
         return self.programs.step
 
     @property
     def grammars(self) -> GrammarTable:
-        """The grammars of the requests that run in this rank's group."""
+        """The grammars of the running requests of this rank's group."""
         return self.step.adjusting.grammars
 
     def leave(self) -> None:
-        """Tell all ranks with the next step that the gang ends."""
+        """Make the next step tell all ranks that the gang ends."""
         self.leaving = True
 
     def run(self, order: StepInput, requests: int, num_steps: int, decode_us: int = 0) -> GangStep:
-        """Begin one step with the gang; `read` waits for its end. `order` is this group's work, empty on a follower;
-        `requests` counts this rank's waiting and running ones, `num_steps` is its vote for the tier, `decode_us` what
-        its decoding is to take.
+        """Begin one step with the gang; `read` waits for its end. `order` is the work of this group (empty on a
+        follower), `requests` the number of this rank's waiting and running requests, `num_steps` its vote for the tier,
+        `decode_us` the predicted time of its decoding.
 
         Raises:
             OutOfStepError: ranks disagree, or this rank was about to deviate from the script.
@@ -89,6 +88,7 @@ class Lockstep:
         """
         began = time.perf_counter()
         self.watch.follow()
+        # Followers must know the length of the packed input before its broadcast, so it is among the facts.
         words = pack(order) if self.mesh.attn.size > 1 and self.mesh.leads else []
         facts = self.coordinator.header()._replace(
             decodes=len(order.decodes),
@@ -103,6 +103,7 @@ class Lockstep:
             decode_us=decode_us,
             captured=self.programs.checksum,
         )
+        # An error that a lost peer caused is raised as its loss; code in the step waits for the device by the watchdog.
         with self.mesh.naming(), watched(self.watch.catch_up):
             plan = self.coordinator.agree(facts)
             if self.debug:
@@ -110,6 +111,7 @@ class Lockstep:
             agreed = time.perf_counter() - began
             self.left = plan.leaving
             shape = plan.tree(self.shapes)
+            # From here to `end` each collective is compared with the script before it is entered.
             self.exchange.begin(plan.step, self.coordinator.script(), plan.counted)
             real, output = (0, None) if plan.empty or plan.leaving else self._run(order, words, plan, shape)
             self.exchange.end()
@@ -118,34 +120,37 @@ class Lockstep:
         return GangStep(plan, shape, output, real, self.mesh.world.clock.split(), agreed, ended)
 
     def read(self, ran: GangStep) -> StepDecisions:
-        """Wait for the end of a step that has an output. The ranks of a group read after equally many later steps.
+        """Wait for the results of a step that has an output. The ranks of a group must all read a step at the same
+        point of the sequence of steps, because the next header carries a checksum of the results.
 
         Raises:
-            PeerLostError: a peer is gone, or gives no sign any more.
-            StuckDeviceError: this rank's device does nothing any more.
+            PeerLostError: a peer is gone, or its heartbeats have stopped.
+            StuckDeviceError: this rank's device makes no progress.
         """
         assert ran.output is not None, "nothing was run"
         with self.mesh.naming(), watched(self.watch.catch_up):
             self.watch.wait(ran.ended)
             decided = ran.output.read()
-        if self.mesh.attn.size > 1:  # the next header carries this: ranks with other tokens have diverged
+        if self.mesh.attn.size > 1:  # the next header carries this: ranks with different tokens have diverged
             self.coordinator.decided(_results(decided, ran.real))
         return decided
 
     def _run(self, order: StepInput, words: list[int], plan: StepPlan, shape: TreeShape) -> tuple[int, Results]:
+        """Share the step input in the group, pad it to the plan, run it; returns the number of real requests too."""
         mesh = self.mesh
         if mesh.attn.size > 1:
             words = self.exchange.share(words)
             if not mesh.leads:
                 order = unpack(words)
+        # The mode of the plan, not of the own requests: it decides which calls are in the script.
         real, order = len(order.decodes), order._replace(mode=plan.mode)
         order = padded(order, plan, mesh.dp_rank, self.programs.assembler.idle_row)
-        if mesh.attn.size > 1:  # the next header carries this: ranks with other orders have diverged
+        if mesh.attn.size > 1:  # the next header carries this: ranks with different inputs have diverged
             self.coordinator.ordered(checksum(order))
         return real, self.programs.run(order, plan, shape)
 
 
 def _results(output: StepDecisions, real: int) -> int:
-    """A checksum of what a step decided for the first `real` decoding requests, idle ones left out, and for prompts."""
+    """A checksum of the results of the first `real` decoding requests (the others are idle) and of prompts."""
     numbers = [number for row in output.tokens[:real] for number in row]
     return zlib.crc32(array("q", [*numbers, *output.accept_len[:real], *output.first, *output.drawn]))

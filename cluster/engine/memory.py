@@ -1,4 +1,4 @@
-"""The memory of one rank besides its weights: KV pools and the runners bound to them, pages and page table."""
+"""Allocates the memory of one rank besides its weights: KV pools with the runners that use them, pages, page table."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from cluster.models.runner import DraftRunner, TargetRunner
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Runners share page and slot numbers through `cache`, and have a pool each. Sizes are one rank's."""
+    """Pools and tables of one rank. All runners use the page and slot numbers of `cache`; each has its own pool."""
 
     capacity: Capacity
     cache: KVCache
@@ -29,11 +29,11 @@ class RankMemory:
 def allocate(
     models: RankModels, mesh: Mesh, device: torch.device, context_length: int, needs: Needs | None = None
 ) -> RankMemory:
-    """Size the pools, the same on all ranks, by the memory that is left when all models are loaded; `needs` are those
-    of a device with memory of its own.
+    """Allocate pools by the memory that is left after all models are loaded, of the same size on all ranks. `needs` are
+    the measured needs of a device with memory of its own; None on a CPU.
 
     Raises:
-        ConfigError: not even a short request would fit, or a device has less memory than is set.
+        ConfigError: not even a short request would fit, or the device has less memory than the settings ask for.
     """
     config, window = models.resolved.config, models.resolved.shape.window
     capacity = kv_capacity(config, mesh, device, models.token_bytes, context_length, window, needs)
@@ -43,7 +43,7 @@ def allocate(
 def allocate_pages(
     models: RankModels, device: torch.device, context_length: int, pages: int, capacity: Capacity
 ) -> RankMemory:
-    """Pools of so many pages, and the sink; `capacity` is what they were sized by."""
+    """Allocate pools of `pages` pages and the sink page; `capacity` says what determined their size."""
     resolved, watch = models.resolved, Spans(timer_of(device))
     config, window, spec = resolved.config, resolved.shape.window, resolved.draft
     longest = context_length + resolved.shape.forcing().window

@@ -27,12 +27,14 @@ from cluster.spec.multilayer import kept_bytes
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 KNOWS_FP8 = 8, 9
-"""The compute capability from which on a GPU turns FP8 into numbers itself, and Triton knows it."""
+"""The lowest compute capability of GPUs that convert FP8 e4m3 in hardware, and for which Triton supports it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankModels:
-    """One rank's part of the models, and how each computes. `exchange` is the one that follows the script."""
+    """One rank's part of the models and the contexts in which they compute. `exchange` checks the script; a model that
+    the rank computes alone has another exchange in its context.
+    """
 
     resolved: ResolvedModels
     exchange: Exchange
@@ -48,18 +50,18 @@ class RankModels:
 
     @property
     def kernels(self) -> Kernels:
-        """The operators of all models."""
+        """The kernels of all models."""
         return self.target_context.kernels
 
     @property
     def quantised(self) -> tuple[str, ...]:
-        """What became of quantised weights, in words; nothing where there are none."""
+        """Sentences about quantised weights: which stay packed, which were dequantised. Empty without such weights."""
         said = [f"target: {line}" for line in self.target.quantised]
         return (*said, *(f"draft {i}: {line}" for i, draft in enumerate(self.drafts) for line in draft.quantised))
 
     @property
     def experts(self) -> tuple[str, ...]:
-        """Where each model's experts are, in words; nothing where there are none."""
+        """Sentences about where the experts of each model are. Empty without experts."""
         of_target, of_draft = self.resolved.experts
         tp, ep = self.resolved.config.tp_size, self.resolved.config.ep_size
         said = [] if of_target is None else [f"target: {where_experts_are(of_target, ep, tp)}"]
@@ -71,7 +73,7 @@ class RankModels:
 
     @property
     def attention(self) -> tuple[str, ...]:
-        """What of attention is not computed by FlashInfer although it is set, in words; nothing where it is not."""
+        """Sentences about attention that FlashInfer does not compute although it is set. Empty if it is not set."""
         flashinfer, config = self.kernels.flashinfer, self.resolved.config
         if flashinfer is None:
             return ()
@@ -86,7 +88,7 @@ class RankModels:
 
     @property
     def layers(self) -> list[list[LayerGeometry]]:
-        """The layers of every runner as this rank holds them, the target's first."""
+        """The layers of every runner, with the heads that this rank holds; the target's first."""
         attention = self.target_context.sharding.attention
         layers = [[local_heads(g, attention) for g in self.resolved.target.layers]]
         if (spec := self.resolved.draft) is not None:
@@ -96,7 +98,7 @@ class RankModels:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that one token takes in the pools of all runners and in what the draft keeps besides them."""
+        """Bytes per token in the pools of all runners and in the hidden states that a multi-layer draft keeps."""
         beside = 0
         if (spec := self.resolved.draft) is not None:
             beside = kept_bytes(len(self.drafts), spec.hidden, self.dtype)
@@ -104,12 +106,12 @@ class RankModels:
 
     @property
     def fp8_cache(self) -> bool:
-        """Whether KV pools are in FP8."""
+        """Whether KV pools hold FP8."""
         return self.resolved.config.kv_cache_dtype == "fp8_e4m3"
 
     @property
     def ops(self) -> tuple[Ops, Ops | None]:
-        """The calls of the script that one forward of the target, and one of the draft, makes; None without a draft."""
+        """The exchange calls of the target and of the draft (None without one); none for a model computed alone."""
         of_target, of_draft = self.resolved.experts
         target = self._ops(self.target, of_target) if self.target_context.exchange is self.exchange else Ops()
         if not self.drafts:
@@ -127,10 +129,10 @@ class RankModels:
 
 
 def kernels_of(resolved: ResolvedModels, device: torch.device) -> Kernels:
-    """What the models compute with.
+    """Return the kernels of all models.
 
     Raises:
-        ConfigError: what is set cannot be had here.
+        ConfigError: the kernels that are set are not available here.
     """
     kernels = choose_kernels(resolved.config.attention_backend, device, _dtype(resolved, device))
     if resolved.config.kv_cache_dtype == "fp8_e4m3" and kernels.name == "triton" and device.type == "cuda":
@@ -161,7 +163,7 @@ def _dtype(resolved: ResolvedModels, device: torch.device) -> torch.dtype:
 def load_models(
     resolved: ResolvedModels, mesh: Mesh, device: torch.device, kernels: Kernels, max_position: int
 ) -> RankModels:
-    """Load this rank's part of every model, for positions below `max_position`.
+    """Load this rank's part of all models, for positions below `max_position` (the size of rotary tables).
 
     Raises:
         ConfigError: a tensor is missing, unknown or of the wrong shape.

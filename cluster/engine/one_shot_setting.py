@@ -1,4 +1,4 @@
-"""The setting `one_shot_all_reduce`: who may have it, and its kernels, held to their twin before the first step."""
+"""The setting `one_shot_all_reduce`: checks that it can work, and compares its kernel with the reference at start."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ from cluster.distributed.one_shot_all_reduce import OneShot, check_against_refer
 
 
 def refuse_summing(config: EngineConfig, device: torch.device) -> None:
-    """Raises ConfigError where the setting would change nothing, or cannot be had."""
+    """Raise `ConfigError` if the setting is on but cannot work (not on CUDA) or would change nothing (one rank)."""
     if config.one_shot_all_reduce and device.type != "cuda":
         raise ConfigError(f"one_shot_all_reduce reads the memory of other GPUs, and device is {device.type}; unset it")
     if config.one_shot_all_reduce and config.tp_size == 1:
@@ -18,10 +18,10 @@ def refuse_summing(config: EngineConfig, device: torch.device) -> None:
 
 
 def sum_in_one_shot(config: EngineConfig, mesh: Mesh, device: torch.device) -> None:
-    """Have the axes of a mesh sum few rows in one kernel, if the setting says so; all ranks call this.
+    """If the setting is on, make the axes of a mesh sum few rows by the one-shot kernel. All ranks must call this.
 
     Raises:
-        ConfigError: the GPUs cannot read each other's memory, or what the kernel gives is not what its twin gives.
+        ConfigError: the GPUs cannot read each other's memory, or the kernel differs from its reference implementation.
     """
     if not config.one_shot_all_reduce:
         return

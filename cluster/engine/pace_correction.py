@@ -1,20 +1,21 @@
-"""How far the predictions of the pace measured at start are off by now, learned from the steps that are taken.
+"""Corrects the pace that was measured at start, from the times of the steps while serving.
 
-Only the number of prompt rows that run beside decoding requests depends on it, never which tokens come out.
+The correction decides how many prompt rows run beside decoding requests, and which waits routers expect. It never
+changes tokens.
 """
 
 from dataclasses import dataclass, field
 from math import inf, sqrt
 
-QUICK, SLOW = 0.2, 0.02  # the part by which a figure moves with its first step, and at least with each later one
-MOST = 3.0  # times that rows may seem dearer or cheaper than at start: a machine busy for a while starves no prompt
-TELLING = 1 / 20  # prompt rows tell something where they take at least this part of what decoding takes
+QUICK, SLOW = 0.2, 0.02  # relative change of a value by its first step, and the smallest by a later step
+MOST = 3.0  # limits `dearer` to [1/3, 3]: a machine that is busy for a while must not starve prompts
+TELLING = 1 / 20  # prompt rows are measured only if they are predicted to take this share of the decoding time
 
 
 @dataclass(slots=True)
 class RunningMedian:
-    """The median of what is seen, between `least` and `most`, followed by small steps: one outlier moves it as little
-    as any other value does.
+    """A running estimate of the median of observed values, kept between `least` and `most`. Each observation moves it
+    by a fixed factor, so an outlier moves it no more than any other value.
     """
 
     least: float = 0.0
@@ -23,7 +24,7 @@ class RunningMedian:
     seen: int = 0
 
     def see(self, value: float) -> None:
-        """Move towards `value`, by a part that shrinks as more is seen."""
+        """Move the estimate towards `value`, by a factor that shrinks with the number of observations."""
         self.seen += 1
         factor = 1.0 + max(SLOW, QUICK / sqrt(self.seen))
         moved = self.value * factor if value > self.value else self.value / factor
@@ -32,9 +33,8 @@ class RunningMedian:
 
 @dataclass(slots=True)
 class Correction:
-    """`usual`: what steps of decoding alone take, over what the pace predicts. `dearer`: what prompt rows take, over
-    what it predicts for them, on a machine where decoding is as usual. `alone`: what steps of prompt rows alone take,
-    over what it predicts; the router's admission needs it to predict waits.
+    """Ratios of measured to predicted times. `usual`: steps that only decode. `dearer`: prompt rows beside decoding,
+    after the whole step is divided by `usual`. `alone`: steps of prompt rows only; routers use it to predict waits.
     """
 
     usual: RunningMedian = field(default_factory=RunningMedian)
@@ -42,16 +42,17 @@ class Correction:
     alone: RunningMedian = field(default_factory=RunningMedian)
 
     def decoded(self, decode_us: float, took_us: float) -> None:
-        """A step of decoding alone took `took_us`; `decode_us` was predicted."""
+        """Observe a step that only decoded: it took `took_us`, and `decode_us` was predicted."""
         self.usual.see(took_us / decode_us)
 
     def prompted(self, busy_us: float, rows_us: float, took_us: float) -> None:
-        """A step in which this rank took prompt rows took `took_us`; `busy_us` was predicted for
-        its other work and `rows_us` for the rows.
+        """Observe a step with prompt rows beside decoding: it took `took_us`; `busy_us` was predicted for the decoding
+        and `rows_us` for the rows.
         """
         if rows_us >= TELLING * busy_us:
+            # took = usual * (busy + dearer * rows), solved for `dearer`
             self.dearer.see((took_us / self.usual.value - busy_us) / rows_us)
 
     def prefilled(self, alone_us: float, took_us: float) -> None:
-        """A step of prompt rows alone took `took_us`; `alone_us` was predicted."""
+        """Observe a step of prompt rows only: it took `took_us`, and `alone_us` was predicted."""
         self.alone.see(took_us / alone_us)

@@ -1,9 +1,9 @@
-"""Runs steps: as they are, or by replaying the program of their key where the plan says so.
+"""Runs steps: eagerly, or by replaying the captured program of their key where the plan says so.
 
-A step's program reads its inputs where they lay when it was captured, and decides nothing on the host, so steps of one
-key (sizes of all groups, tier, mode) share one program. It is captured the second time that its key occurs: the first
-run makes what is made once and kept (`cluster/capture/tape.py` describes a capture). Before each replay the host's own
-calls are made (`recorder.Ahead`); when one of them differs from the capture, the step runs eagerly.
+A captured program reads its inputs from fixed memory and makes no decision on the host, so all steps of one key (sizes
+of all groups, tier, mode) share it. It is captured when its key occurs for the second time: the first run allocates
+what is made once and kept (`cluster/capture/tape.py` describes a capture). Before each replay the host makes some calls
+of its own and checks that the capture still fits (`recorder.Ahead`); if one returns False, the step runs eagerly.
 """
 
 import logging
@@ -27,9 +27,9 @@ logger = logging.getLogger(__name__)
 
 Capture = Callable[[Callable[[], StepOutput]], Captured[StepOutput]]
 GRAPHS, TAPES = 16, 64
-"""How many programs are kept besides those captured at start, of each turn; the one unused for longest makes room. As
-many keys that occurred once are remembered. Graphs have memory of their own on the GPU. A tape is a list of calls on
-memory that all tapes share, and a batch that shrinks by one request at a time needs one for each size.
+"""The number of programs kept for each turn besides those captured at start; the least recently used one is dropped.
+Equally many keys that occurred once are remembered. Graphs hold memory of their own on the GPU, so few are kept. Tapes
+share their memory, and a batch that shrinks by one request at a time needs one for each size.
 """
 UNLIKE = (
     "a captured step was launched anew, as its plan is unlike the one that it was captured with. Its tokens are right. "
@@ -39,8 +39,8 @@ UNLIKE = (
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A captured step: the inputs that it reads, what comes ahead of it, its calls of the exchange, and the collectives
-    that these enter; `number` stands for its key in checksums.
+    """A captured step: the inputs that it reads, the checks before each replay (`ahead`), its exchange calls, and the
+    number of collectives in them (`entered`). `number` is a checksum of its key.
     """
 
     inputs: ProgramInputs
@@ -52,13 +52,13 @@ class Program:
 
 
 class Programs:
-    """One rank's step, and the programs captured of it so far: the same keys on every rank, as plans decide them."""
+    """One rank's step and its captured programs. Plans decide what is captured, so all ranks have the same keys."""
 
     def __init__(
         self, assembler: Assembler, step: Step, exchange: Exchange, clock: ProgressClock, capture: Capture | None
     ) -> None:
-        """`capture` runs and captures a program; None: nothing is captured, and no plan says so. `clock` counts the
-        collectives.
+        """`capture` runs a program once and captures it; with None nothing is captured, and no plan asks for it.
+        `clock` counts the collectives.
         """
         self.assembler, self.step = assembler, step
         self._exchange, self._clock, self._capture = exchange, clock, capture
@@ -68,9 +68,9 @@ class Programs:
         self._later: OrderedDict[ProgramKey, Program] = OrderedDict()
         self._once: OrderedDict[ProgramKey, Ahead] = OrderedDict()
         self.checksum = 0
-        """One number for the keys that are captured, whatever their order."""
+        """The sum of the key checksums: equal on ranks with the same programs, in whatever order they were captured."""
         self.launched_anew = 0
-        """Steps whose program was not repeated because of what came ahead of it."""
+        """The number of steps that ran eagerly because a check before their replay returned False."""
 
     @property
     def captured(self) -> dict[ProgramKey, Program]:
@@ -78,7 +78,7 @@ class Programs:
         return {**self._started, **self._later}
 
     def keep(self) -> None:
-        """Keep all programs that are captured so far, whatever is captured later."""
+        """Exempt all programs captured so far from being dropped for later ones."""
         self._started.update(self._later)
         self._later.clear()
 
@@ -88,27 +88,27 @@ class Programs:
         self.checksum -= program.number
 
     def drop(self) -> None:
-        """Drop all of them. A communicator ends only when no graph holds its collectives any more."""
+        """Drop all programs. A communicator ends only when no graph holds its collectives any more."""
         for key in self.captured:
             self.forget(key)
 
     def add(self, key: ProgramKey, program: Program) -> None:
-        """Have a program replayed from now on."""
+        """Add a captured program; drops the least recently used one if there are too many."""
         self._later[key] = program
         self.checksum += program.number
         if len(self._later) > self._kept * self.assembler.turns:
             self.forget(next(iter(self._later)))
 
     def run(self, order: StepInput, plan: StepPlan, shape: TreeShape) -> Results:
-        """Begin a step of this plan; `order` is padded to it, `shape` are the trees of its tier.
+        """Begin a step of this plan. `order` is padded to the plan, `shape` is the tree of its tier.
 
         Raises:
-            OutOfStepError: a captured program would make other calls of the exchange than the plan's script has.
+            OutOfStepError: a captured program would make other calls of the exchange than the plan's script.
         """
         return Results(self._begun(self.assembler.send(order, shape.forced), plan, shape))
 
     def _begun(self, inputs: ProgramInputs, plan: StepPlan, shape: TreeShape) -> StepOutput:
-        key = plan.key._replace(turn=inputs.turn)
+        key = plan.key._replace(turn=inputs.turn)  # a program uses one buffer set, so each turn has its own
         if self._capture is None or not plan.captured:
             return self._run(inputs, shape)
         if key in self._later:
@@ -116,12 +116,13 @@ class Programs:
         program = self._started.get(key) or self._later.get(key)
         if program is not None:
             return self._replayed(program, inputs) if self._ready(program.ahead) else self._run(inputs, shape)
-        ahead = self._once.pop(key, None)
+        ahead = self._once.pop(key, None)  # there if the key has occurred once: now capture it
         if ahead is not None and self._ready(ahead):
             return self._captured(self._capture, key, inputs, ahead, shape)
         return self._first(key, inputs, shape)
 
     def _ready(self, ahead: Ahead) -> bool:
+        """Make the host's calls before a capture or replay; returns whether the program fits this step."""
         ready = ahead.ready()
         if not ready:
             if not self.launched_anew:
@@ -130,6 +131,7 @@ class Programs:
         return ready
 
     def _first(self, key: ProgramKey, inputs: ProgramInputs, shape: TreeShape) -> StepOutput:
+        """Run a step whose key is new, and note the calls that its program needs ahead of each run."""
         self._once[key] = ahead = Ahead()
         if len(self._once) > self._kept * self.assembler.turns:
             self._once.popitem(last=False)
@@ -142,13 +144,14 @@ class Programs:
     def _captured(
         self, capture: Capture, key: ProgramKey, inputs: ProgramInputs, ahead: Ahead, shape: TreeShape
     ) -> StepOutput:
+        # The program reads its inputs from this copy; each replay first copies the new inputs into it.
         own = replace(inputs, sent=replace(inputs.sent, words=inputs.sent.words.clone()))
         calls, before = self._exchange.rest, self._clock.calls
         with repeated(ahead):
             captured = capture(lambda: self._run(own, shape))
         number = zlib.crc32(repr(key).encode())
         self.add(key, Program(own, ahead, captured, calls, self._clock.calls - before, number))
-        return captured.output.kept()
+        return captured.output.kept()  # a copy, because the next replay overwrites the output
 
     def _replayed(self, program: Program, inputs: ProgramInputs) -> StepOutput:
         self._exchange.replay(program.calls)
@@ -156,6 +159,7 @@ class Programs:
         self.step.enter("replay")
         program.inputs.sent.words.copy_(inputs.sent.words)
         program.captured.replay()
-        self._clock.replayed(before + program.entered - self._clock.calls)  # a tape has entered them one by one
+        # Count the collectives of a graph, which are queued at once. A tape counts its own, so the difference is 0.
+        self._clock.replayed(before + program.entered - self._clock.calls)
         phases = PhaseTimes(self._timer, [began, self._timer.now()], ("replay",))
         return replace(program.captured.output.kept(), phases=phases)

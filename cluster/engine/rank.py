@@ -1,4 +1,4 @@
-"""One rank of a gang as its loop uses it: what leaders and followers of attention groups share, and the follower."""
+"""One rank of a gang, as its step loop uses it: the base of leaders and followers, and the follower of a group."""
 
 import threading
 import time
@@ -18,7 +18,7 @@ from cluster.status import EngineStatus, RankInfo
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one call of `step` read: outputs of the requests that got tokens, and the step that gave them in numbers."""
+    """The results of one call of `step`: outputs of the requests that got tokens, and statistics of the step read."""
 
     outputs: tuple[SequenceOutput, ...]
     stats: StepStats
@@ -26,8 +26,8 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """A step under way: begun, its results not read yet. `seconds` are those of the host's phases before it began,
-    `began` when the host turned to it; `forwards` are the spans of its model forwards.
+    """A step whose results are not read yet. `seconds` are the times of the host's phases (schedule, agree); `began` is
+    when the host began to schedule it; `forwards` are the spans of its model forwards.
     """
 
     schedule: Schedule
@@ -39,8 +39,8 @@ class StepInFlight:
 
 @dataclass(frozen=True, slots=True)
 class ReadStep:
-    """A step whose results were read, after `took` seconds during which no step before it was under way; `own` of them
-    this rank spent outside collectives, `waited` inside.
+    """A step whose results were read. `took` are the seconds since it began or since the step before it was read,
+    whichever is later. This rank spent `waited` seconds in collectives and `own` outside.
     """
 
     flight: StepInFlight
@@ -51,14 +51,14 @@ class ReadStep:
 
 
 class Rank:
-    """A rank of a gang. One thread owns it; `ring`, `close`, `position` and `progress` may be used by any thread."""
+    """A rank of a gang. One thread owns it; any thread may use `ring`, `close`, `position` and `progress`."""
 
     def __init__(self, lockstep: Lockstep, metrics: EngineMetrics, info: RankInfo) -> None:
         self.metrics = metrics
         self._lockstep, self._info = lockstep, info
         self._rung = threading.Event()
         self._quiet = True
-        self._slept_at = -1
+        self._slept_at = -1  # the step at which it last slept; its ring key can be deleted at the next sleep
         self._steps = self._padded_rows = 0
         self._own_seconds = 0.0
         self._begun: Callable[[tuple[str, ...]], None] = _unheard
@@ -67,42 +67,40 @@ class Rank:
 
     @property
     def has_work(self) -> bool:
-        """Whether this rank itself has something to do."""
+        """Whether this rank has work. A follower never has work of its own."""
         return False
 
     @property
     def quiet(self) -> bool:
-        """Whether no rank of the gang had work in the last step and this one has none now; alone, just the latter."""
+        """Whether no rank had requests in the last step, and this rank has no work now. Alone: only the latter."""
         return (self._quiet or self._lockstep.mesh.world.size == 1) and not self.has_work
 
     @property
     def left(self) -> bool:
-        """Whether the gang has ended by agreement."""
+        """Whether the gang has ended by agreement, in a step that all ranks took part in."""
         return self._lockstep.left
 
     @property
     def position(self) -> tuple[int, str]:
-        """The step and phase in which this rank is now."""
+        """The current step and phase of this rank."""
         return self._lockstep.mesh.position
 
     @property
     def progress(self) -> tuple[int, bool]:
-        """A number that grows with each collective entered or left and each part of a layer reached, and whether this
-        rank is in a collective now.
-        """
+        """`ProgressClock.marks`, and whether this rank is in a collective or waits for its device."""
         clock = self._lockstep.mesh.world.clock
         return clock.marks, clock.waits
 
     def on_begun(self, call: Callable[[tuple[str, ...]], None]) -> None:
-        """Have `call` called before each step runs, with the ids of the requests that it admits."""
+        """Have `call` called with the ids of the requests that a step admits, before that step runs."""
         self._begun = call
 
     def leave(self) -> None:
-        """Have the next step end the gang on every rank."""
+        """Make the next step end the gang on every rank."""
         self._lockstep.leave()
 
     def sleep(self) -> None:
-        """Wait, without using the CPU, until a rank rings; a ring since the last step counts."""
+        """Block, without using the CPU, until a rank rings. A ring since the last step counts, so none is missed."""
         mesh, step = self._lockstep.mesh, self._lockstep.coordinator.step
         if mesh.world.size == 1:
             self._rung.wait()
@@ -113,7 +111,7 @@ class Rank:
             self._slept_at = step
 
     def ring(self) -> None:
-        """Wake every rank of the gang that sleeps."""
+        """Wake all sleeping ranks of the gang."""
         mesh = self._lockstep.mesh
         if mesh.world.size == 1:
             self._rung.set()
@@ -121,7 +119,7 @@ class Rank:
             mesh.ring(self._lockstep.coordinator.step)
 
     def prepare_grammars(self) -> None:
-        """Do beforehand, from any thread, what the first request with a grammar would wait for.
+        """Load what the first request with a grammar would otherwise wait for. Any thread may call this.
 
         Raises:
             ConfigError: no grammar can be matched over this model's tokens.
@@ -129,25 +127,25 @@ class Rank:
         self._lockstep.grammars.prepare()
 
     def read_grammar(self, grammar: str) -> None:
-        """Do beforehand, from any thread, what takes long when a request with this compiled grammar is admitted.
+        """Compile a grammar before its request is admitted, because it takes long. Any thread may call this.
 
         Raises:
-            GrammarError: it is no compiled grammar for this model.
+            GrammarError: the text is not a compiled grammar for this model.
         """
         self._lockstep.grammars.read(grammar)
 
     def close(self, reason: str = "") -> None:
-        """Leave the gang at once; peers read `reason` and their steps raise."""
+        """Leave the gang at once. The steps of the peers raise, and they can read `reason`."""
         self._lockstep.mesh.close(reason, self._lockstep.programs.drop)
 
     def info(self) -> RankInfo:
-        """The resolved settings, JSON-ready, with what was chosen automatically."""
+        """The resolved settings of this rank, with all that was chosen automatically."""
         return self._info
 
     def _begin(self, flight: StepInFlight) -> ReadStep | None:
-        """Note a step that has begun; returns the one whose results are due now, if any, after waiting for them.
+        """Note a step that has begun; returns the step whose results are due now, if any, after waiting for them.
 
-        If nothing was run, the device is to be waited for rather than kept busy.
+        `lag` steps may stay in flight. If this step ran nothing, none may: the device has no other work to overlap.
         """
         self._quiet = flight.ran.plan.quiet
         self._steps += 1
@@ -159,29 +157,30 @@ class Rank:
         return None
 
     def _land(self, flight: StepInFlight) -> ReadStep:
+        """Wait for the results of a step, and compute its times."""
         given = self._lockstep.read(flight.ran)
         before, self._read_at = self._read_at, time.perf_counter()
         took = self._read_at - max(flight.began, before)
         waited = flight.ran.waits.take()
-        own = max(0.0, took - waited)  # it may have waited to agree on this step while the one before was under way
+        own = max(0.0, took - waited)  # the wait to agree may overlap the step before, which `took` leaves out
         self._own_seconds += own
         return ReadStep(flight, given, took, own, waited)
 
     def _idle_rows(self, ran: GangStep) -> int:
-        """Rows of the target phase that this rank computed only to fill the plan."""
+        """The padding rows of the target phase on this rank."""
         group, plan = self._lockstep.mesh.dp_rank, ran.plan
         return plan.idle(group).rows(ran.shape.num_draft_tokens)
 
 
 def _unheard(ids: tuple[str, ...]) -> None:
-    """The default of `on_begun`."""
+    """The default of `on_begun`: do nothing."""
 
 
 class Follower(Rank):
-    """A rank that gets its batches from the leader of its attention group, over the process group."""
+    """A rank that receives its step inputs from the leader of its attention group, over the process group."""
 
     def submit(self, request: Request) -> None:
-        """Refuse: requests go to leaders.
+        """Raise: requests go to leaders.
 
         Raises:
             ValueError: always.
@@ -192,9 +191,9 @@ class Follower(Rank):
         """Do nothing: a follower has no requests."""
 
     def step(self) -> StepResult:
-        """Run the leader's batch on this rank's shards."""
+        """Run the leader's step on this rank's shards."""
         lockstep, began = self._lockstep, time.perf_counter()
-        ran = lockstep.run(StepInput(), 0, len(lockstep.shapes) - 1)
+        ran = lockstep.run(StepInput(), 0, len(lockstep.shapes) - 1)  # the plan ignores votes of followers
         landed = self._begin(StepInFlight(Schedule(), ran, began, {"agree": ran.agreed}))
         stats = StepStats(rank=lockstep.mesh.rank)
         if landed is not None:
@@ -209,5 +208,5 @@ class Follower(Rank):
         return StepResult((), stats)
 
     def status(self) -> EngineStatus:
-        """Progress now; load is the leader's."""
+        """The current progress; only the leader reports load."""
         return EngineStatus(self._steps, padded_rows=self._padded_rows, own_seconds=self._own_seconds)

@@ -1,4 +1,4 @@
-"""The ranks of a gang have the same settings, models and kernels."""
+"""Checks that all ranks of a gang have the same settings, models and kernels."""
 
 import json
 
@@ -14,8 +14,8 @@ ALIKE = (
 
 
 def same_everywhere(resolved: ResolvedModels, kernels: Kernels, mesh: Mesh) -> None:
-    """Refuse a gang whose ranks have different settings or models, or kernels whose last digits differ, so that experts
-    could be chosen otherwise; threads and folders may differ between machines.
+    """Raise `ConfigError` if ranks have different settings or models, or kernels that round differently: the choice of
+    experts could then differ between ranks. Numbers of threads and folders may differ between machines.
     """
     places = {"model_path", "tokenizer_path", "speculative_draft_model_path", "speculative_token_map"}
     own = resolved.config.model_dump(exclude={"num_threads", *places})
@@ -23,7 +23,7 @@ def same_everywhere(resolved: ResolvedModels, kernels: Kernels, mesh: Mesh) -> N
     if resolved.draft is not None:
         own["draft"] = repr((resolved.draft, resolved.sample))
     said = json.dumps(own, sort_keys=True)
-    own = json.loads(said)  # as it arrives at the others: JSON has no integer keys
+    own = json.loads(said)  # as peers read it: JSON turns integer keys into strings
     for rank, text in enumerate(mesh.everyones("config", said)):
         theirs = json.loads(text)
         for name in sorted(own.keys() | theirs.keys()):

@@ -1,4 +1,4 @@
-"""When a request was queued at a rank, admitted, and given tokens: what vLLM's `request_*_time_seconds` are made of."""
+"""When a request was queued, admitted and given tokens: the source of metrics like vLLM's `request_*_time_seconds`."""
 
 import time
 from dataclasses import dataclass, field
@@ -9,8 +9,8 @@ from cluster.request import FinishReason
 
 @dataclass(slots=True)
 class RequestTimes:
-    """Times of one request by `time.perf_counter`, in seconds; None for what has not happened yet. A request that is
-    retracted and admitted again keeps the time of its first admission.
+    """Times of one request by `time.perf_counter`, in seconds; None for an event that has not happened yet. A request
+    that is retracted and admitted again keeps the time of its first admission.
     """
 
     queued: float = field(default_factory=time.perf_counter)
@@ -19,17 +19,17 @@ class RequestTimes:
     last_token: float | None = None
 
     def admit(self, now: float) -> None:
-        """Note that a step takes the request in for the first time."""
+        """Note that the request is admitted for the first time."""
         self.admitted = now
 
     def give_tokens(self, now: float) -> None:
-        """Note that the request was given tokens."""
+        """Note that the request got tokens."""
         if self.first_token is None:
             self.first_token = now
         self.last_token = now
 
     def finish(self, metrics: EngineMetrics, reason: FinishReason) -> None:
-        """Count the request as ended, with the time of each stage that it has left behind."""
+        """Count the request as ended, with the times of the stages that it completed: queue, prefill, decode."""
         queue, prefill = _between(self.queued, self.admitted), _between(self.admitted, self.first_token)
         metrics.on_finished(reason, queue, prefill, _between(self.first_token, self.last_token))
 

@@ -1,12 +1,12 @@
-"""Chooses what runs in the next step: every prefilled request decodes, prompt chunks join within the row budget.
+"""The scheduler of one rank: every prefilled request decodes, and prompt chunks join within the prefill budget.
 
-Knows pages through the cache, nothing of tensors or models. First come, first served; when pages run out the request
-admitted last goes back to the front of the queue, so the oldest always makes progress.
+It knows pages (through the cache), but no tensors and no models. First come, first served. When pages run out, the
+request admitted last is retracted: it goes back to the front of the queue, so the oldest always makes progress.
 
-A request whose next pages a running prompt is about to compute waits for them instead of computing them too. It loses
-a step at most, because running prompts get the rows of a step before newcomers anyway. It waits for running prompts
-only, and checks again before every step, so it goes on even if the other request is retracted, aborted or ends.
-Requests behind it may pass meanwhile, but a row of the tables and the pages that it will need are set aside.
+If a running prompt is about to compute the next pages of a waiting request, the request waits and shares them instead
+of computing them too. It loses one step at most, because running prompts get rows before new requests anyway. It
+waits for running prompts only and is checked again before every step, so it goes on even if the other request is
+retracted, aborted or ends. Requests behind it may pass, but its table row and the pages it will need stay reserved.
 """
 
 from collections import deque
@@ -24,15 +24,15 @@ from cluster.observability.step_times import PrefillBudget, StepTimes
 from cluster.request import RequestParams
 
 SCORED_ROWS = 512
-"""The most prompt rows of a step whose logits are asked for: so many times the vocabulary is held at once."""
+"""Most prompt rows of a step that return log-probabilities: the logits of all of them are in memory at once."""
 WORTH_WAITING = 16
-"""The fewest prompt rows that waiting must save: it may cost a step, whose fixed cost equals that of some rows."""
+"""A request waits for another prompt only if that saves so many rows: a step's fixed cost equals that of some rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Prompt rows `start` to `stop - 1` of a request that runs on `lease`; `final` when its prompt is then complete.
-    The first `scored` rows are asked for the log-probability of the token after them.
+    """Prompt rows `start` to `stop - 1` of a request that runs on `lease`; `final` if they end its prompt. Each of the
+    first `scored` rows returns the log-probability of the token after it.
     """
 
     sequence: RequestState
@@ -43,20 +43,20 @@ class Chunk:
     scored: int = 0
 
     def order(self) -> PromptChunk:
-        """This chunk as plain values."""
-        tokens = self.sequence.tokens[self.start : self.stop + 1]
+        """The chunk as plain values."""
+        tokens = self.sequence.tokens[self.start : self.stop + 1]  # one more, for the EAGLE shift
         return PromptChunk(self.lease.row, self.start, self.stop, self.final, tuple(tokens), self.scored)
 
 
 @dataclass(slots=True)
 class Schedule:
-    """One step's work. `decodes` are requests with the leases on which they run: what the step gives to a request
-    counts only if it still runs on that lease. `retracted` counts requests that lost their pages to the step; `fresh`
-    were `admitted` the first time.
+    """The work of one step. `decodes` are requests with their leases: results for a request are committed only if it
+    still has the same lease then. `retracted` counts the requests retracted for this step; the requests `fresh` are
+    those of `admitted` that are admitted for the first time.
 
-    `decode_us` is the predicted time of the decoding alone, or the number of decoding requests if there is no pace.
-    Beside requests that decode on any rank, this rank is predicted to need `busy_us` for them and `rows_us` for its
-    prompt rows. If no request decodes, it is predicted to need `alone_us` for its prompt rows.
+    Times are predictions. `decode_us` is the time of this rank's decoding alone; without a pace it is the number of
+    decoding requests. If a request of any rank decodes, this rank needs `busy_us` for decoding and `rows_us` for its
+    prompt rows. If none does, it needs `alone_us` for its prompt rows.
     """
 
     decodes: list[tuple[RequestState, Lease]] = field(default_factory=list)
@@ -76,10 +76,10 @@ class Schedule:
         return sum(chunk.stop - chunk.start for chunk in self.chunks)
 
     def order(self, writes: tuple[PageWrite, ...]) -> StepInput:
-        """This work as plain values. The chunks are put in order of length, so that equal ones form groups."""
+        """The work as plain values; sorts the chunks by length, so that chunks of equal length are neighbours."""
         self.chunks.sort(key=lambda chunk: chunk.stop - chunk.start)
         decodes = [sequence for sequence, _ in self.decodes]
-        drawing = decodes + [chunk.sequence for chunk in self.chunks if chunk.final]
+        drawing = decodes + [chunk.sequence for chunk in self.chunks if chunk.final]  # these get a token in the step
         return StepInput(
             decodes=tuple(DecodeRequest(lease.row, min(s.reach, s.longest), s.committed) for s, lease in self.decodes),
             chunks=tuple(chunk.order() for chunk in self.chunks),
@@ -96,7 +96,7 @@ class Schedule:
         return SamplingMode.PROMPT_LOGPROBS if any(chunk.scored for chunk in self.chunks) else SamplingMode(0)
 
     def begin(self, shape: TreeShape) -> None:
-        """The step is under way, with trees of this shape."""
+        """Note in all requests that the step is in flight, with trees of this shape."""
         for sequence, _ in self.decodes:
             sequence.begin_tree(shape)
         for chunk in self.chunks:
@@ -105,11 +105,11 @@ class Schedule:
 
 @dataclass(slots=True)
 class RemainingRows:
-    """What prompt chunks may still take of a step: `rows` and, with a `pace`, predicted microseconds of `allowance`.
+    """What is left of a step's prefill budget: `rows` and, with a `pace`, predicted microseconds of `allowance`.
 
-    `spent` is the predicted time of the chunks so far, `beside` counts the target rows of the step so far, `prefilling`
+    `spent` is the predicted time of the chunks so far. `beside` counts the target rows of the step so far, `prefilling`
     the other groups that run prompt rows. The `first` chunk gets at least `StepTimes.least` rows, even if it overdraws
-    the allowance; later steps make up for that. Of the rows, `scored` may be scored.
+    the allowance; later steps pay that back. At most `scored` more rows may return log-probabilities.
     """
 
     rows: int
@@ -127,16 +127,17 @@ class RemainingRows:
         return self.rows > 0 and (self.pace is None or self.allowance > 0.0)
 
     def fits(self, start: Callable[[], int]) -> bool:
-        """Whether `take` gives a row to a prompt from `start()` on; `start` is called only where it matters."""
+        """Whether `take` would give a row from `start()` on. `start` is called only if the answer depends on it."""
         if not self.left or self.pace is None or self.first:
             return self.left
         return self.pace.cost(self.beside, start(), 1, self.prefilling) <= self.allowance
 
     def take(self, start: int, stop: int) -> int:
-        """Take as many of the prompt rows `start` to `stop - 1` as fit; returns how many, 0 if not even one does."""
+        """Take as many of the prompt rows `start` to `stop - 1` as fit; returns their number, which may be 0."""
         count = min(stop - start, self.rows)
         if self.pace is not None:
             paid = self.pace.rows(self.beside, start, count, self.allowance, self.prefilling)
+            # A chunk reads its whole prefix, so the first one gets enough rows to make that worthwhile.
             least = self.pace.least(self.beside, start, count, self.prefilling) if self.first else 0
             count = min(count, max(paid, least))
             cost = self.pace.cost(self.beside, start, count, self.prefilling)
@@ -151,42 +152,42 @@ class Scheduler:
     """The waiting queue and the running list of one rank."""
 
     def __init__(self, config: EngineConfig, cache: KVCache, window: int, pace: StepTimes | None = None) -> None:
-        """`window` is W, the slots beyond its committed tokens that a decoding request may write in a step. `pace`
-        bounds the prompt rows beside decoding requests where `mixed_prefill_size` does not; None leaves them unbounded.
+        """`window` is W, the slots beyond its committed tokens that a decoding request may write in a step. If
+        `mixed_prefill_size` is not set, `pace` limits the prompt rows beside decoding; None: only the chunk size does.
         """
         self.waiting: deque[RequestState] = deque()
         self.running: list[RequestState] = []
         self._cache, self._window = cache, window
         self._shape = tree_shape(config).forcing()
-        self._ahead = cache.pages_for(WORTH_WAITING)
+        self._ahead = cache.pages_for(WORTH_WAITING)  # the pages that two prompts must share for one to wait
         self._budget = config.chunked_prefill_size if config.chunked_prefill_size > 0 else 1 << 30
         self._mixed_budget = min(self._budget, config.mixed_prefill_size or self._budget)
         self._pace = None if config.mixed_prefill_size else pace
-        self._overdrawn = 0.0
+        self._overdrawn = 0.0  # microseconds, 0 or less: what the last step took beyond its allowance
         self.correction = Correction()
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens not yet computed, of waiting and of running requests."""
+        """The prompt tokens of waiting and running requests that are not computed yet."""
         running = sum(len(s.tokens) - s.reach for s in self.running if s.prefilling)
         return running + sum(len(s.tokens) for s in self.waiting)
 
     def schedule(self, busiest: int = 0, prefilling: int = 0) -> Schedule:
-        """The next step's work; leases are grown to hold it. `busiest` is the `decode_us` of the busiest other
-        group, whose requests wait for the prompt rows of this step; `prefilling` other groups run prompt rows as well.
+        """Return the work of the next step; leases are grown to hold it. `busiest` is the `decode_us` of the busiest
+        other group, whose requests wait for this group's prompt rows; `prefilling` other groups run prompt rows too.
         """
         plan = Schedule()
-        self._publish()
-        plan.decodes, plan.retracted = self._make_room()
+        self._publish()  # first, so that requests admitted now find the pages of the last step
+        plan.decodes, plan.retracted = self._make_room()  # decoding requests get their pages before new prompts do
         prefill_budget = self._prefill_budget(plan, busiest)
         room = self._room(plan, prefill_budget, busiest, prefilling)
         for sequence in self.running:
             if sequence.prefilling and room.left:
                 self._ride(plan, sequence, room)
-        if self.waiting and not plan.retracted:
+        if self.waiting and not plan.retracted:  # after a retraction pages are short: admit nobody
             self._admit_waiting(plan, room)
         plan.copies = self._cache.take_copies()
-        self._overdrawn = min(0.0, room.allowance)
+        self._overdrawn = min(0.0, room.allowance)  # the next step has that much less
         if prefill_budget is not None:
             plan.busy_us, plan.rows_us = prefill_budget.busy, room.spent
         elif self._pace is not None and plan.chunks:
@@ -195,14 +196,14 @@ class Scheduler:
         return plan
 
     def learn(self, plan: Schedule, decode_us: int, prompt_rows: int, took_us: float) -> None:
-        """Record that the step of this plan took `took_us`. `decode_us` was predicted for the busiest group's decoding;
-        `prompt_rows` are those of the group that ran the most.
+        """Correct the pace: the step of this schedule took `took_us`. `decode_us` was predicted for the decoding of the
+        busiest group; `prompt_rows` is the largest number of prompt rows of any group.
         """
         if self._pace is None:
             return
         if not decode_us:
-            telling = plan.alone_us > 2 * self._pace.fixed  # prompt rows took most of it
-            if telling and plan.prompt_rows >= prompt_rows:  # otherwise another group made the step long
+            telling = plan.alone_us > 2 * self._pace.fixed  # prompt rows, not the fixed cost, took most of the time
+            if telling and plan.prompt_rows >= prompt_rows:  # otherwise another group determined the time
                 self.correction.prefilled(plan.alone_us, took_us)
         elif not prompt_rows:
             self.correction.decoded(decode_us, took_us)
@@ -210,25 +211,25 @@ class Scheduler:
             self.correction.prompted(plan.busy_us, plan.rows_us, took_us)
 
     def release(self, sequence: RequestState) -> None:
-        """Forget a request, waiting or running; its committed pages go to the radix tree."""
+        """Drop a request, waiting or running; its committed full pages go to the radix tree."""
         if sequence.lease is None:
             self.waiting.remove(sequence)
             return
         self._stop(sequence, sequence.committed)
 
     def discard(self, sequence: RequestState) -> None:
-        """Forget a running request and all it computed: none of its pages enter the radix tree."""
+        """Drop a running request and its KV: no page that it still owns enters the radix tree."""
         self._stop(sequence, 0)
 
     def _stop(self, sequence: RequestState, sound: int) -> None:
-        """Stop running a request, of whose tokens the first `sound` have KV that others may read."""
+        """Close the lease of a running request. Others may read the KV of its first `sound` tokens."""
         assert sequence.lease is not None, "only a running request has a lease"
         self.running.remove(sequence)
         self._cache.close(sequence.lease, sequence.tokens, sound)
         sequence.leave()
 
     def _prefill_budget(self, plan: Schedule, busiest: int) -> PrefillBudget | None:
-        """What decoding takes of the step and leaves to prompts; None where no request decodes or no pace is kept."""
+        """Set `plan.decode_us`; return the step time for prompts, or None if no request decodes or there is no pace."""
         committed, pace = [s.reach for s, _ in plan.decodes], self._pace
         plan.decode_us = len(committed) if pace is None else int(pace.decoding(committed)) if committed else 0
         return pace.prefill_budget(committed, busiest) if pace is not None and (committed or busiest) else None
@@ -236,19 +237,21 @@ class Scheduler:
     def _room(
         self, plan: Schedule, prefill_budget: PrefillBudget | None, busiest: int, prefilling: int
     ) -> RemainingRows:
-        if not plan.decodes and not busiest:
+        if not plan.decodes and not busiest:  # no stream waits for this step: only the chunk size limits prompts
             return RemainingRows(self._budget)
         if prefill_budget is None or self._pace is None:
             return RemainingRows(self._mixed_budget)
+        # If prompt rows take `dearer` times what the pace predicts, so much less predicted time may be spent.
         allowance = prefill_budget.allowance / self.correction.dearer.value + self._overdrawn
         return RemainingRows(
             self._mixed_budget, allowance, self._pace, 0.0, len(plan.decodes) * self._pace.tree, prefilling
         )
 
     def _ride(self, plan: Schedule, sequence: RequestState, room: RemainingRows) -> None:
+        """Add the next chunk of a request's prompt to the step, as far as its budget allows."""
         start, end = sequence.reach, len(sequence.tokens)
         if sequence.scores_left(start, end):
-            if not room.scored:
+            if not room.scored:  # no scored row is left in this step: the request waits for the next one
                 return
             end = min(end, start + room.scored)
         stop = start + room.take(start, end)
@@ -258,16 +261,18 @@ class Scheduler:
             plan.chunks.append(Chunk(sequence, sequence.lease, start, stop, stop == len(sequence.tokens), scored))
 
     def _decoding(self) -> list[tuple[RequestState, Lease]]:
-        """The requests that decode in the next step, but for those that end with the steps under way."""
+        """The requests that decode in the next step, without those that are certain to end in steps in flight."""
         return [(s, s.lease) for s in self.running if s.lease is not None and not (s.prefilling or s.ends)]
 
     def _make_room(self) -> tuple[list[tuple[RequestState, Lease]], int]:
-        """Grow the window of every request that is to decode, retracting from the end of the running list if need be;
-        returns those that decode, and how many were retracted.
+        """Give every decoding request pages for its window, retracting the requests admitted last if pages run out.
+
+        Returns the requests that decode, and the number retracted.
         """
         retracted = 0
         while True:
             decodes = self._decoding()
+            # `reach` bounds the committed tokens from above: results of steps in flight are not known yet.
             reaches = [min(s.reach, s.longest) + self._window_of(s) for s, _ in decodes]
             if self._cache.grow([lease for _, lease in decodes], reaches):
                 return decodes, retracted
@@ -275,7 +280,7 @@ class Scheduler:
             retracted += 1
 
     def _window_of(self, sequence: RequestState) -> int:
-        """The slots that a step may write for a request; those with a grammar may have forced nodes."""
+        """W for this request. A request with a grammar may also have forced nodes, which need more slots."""
         return self._window if sequence.request.params.grammar is None else max(self._window, self._shape.window)
 
     def _retract(self, sequence: RequestState) -> None:
@@ -283,20 +288,21 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def _publish(self) -> None:
-        """Let other requests read the pages that the last step completed."""
+        """Put all pages that the last step completed into the radix tree, where other requests find them."""
         for sequence in self.running:
             if sequence.lease is not None:
                 self._cache.publish(sequence.lease, sequence.tokens, sequence.committed)
 
     def _admit_waiting(self, plan: Schedule, room: RemainingRows) -> None:
-        """Admit in order of arrival, as long as there are pages, and at least a row of the step for each."""
-        coming = {self._next(s) for s in self.running if not s.known} - {None}
-        spare = sum(map(self._growth, self.running))
-        passed = 0  # requests at the front of the queue that wait for a prefix
+        """Admit requests in order of arrival, while there are pages and at least one row of the step for each."""
+        coming = {self._next(s) for s in self.running if not s.known} - {None}  # pages that running prompts compute
+        spare = sum(map(self._growth, self.running))  # pages that must stay free for running requests
+        passed = 0  # number of requests at the front of the queue that wait for a shared prefix
         while room.left and passed < min(len(self.waiting), self._cache.free_rows):
             sequence = self.waiting[passed]
             wanted = self._next(sequence) if coming and sequence.cacheable is None else None
             if wanted is not None and wanted in coming:
+                # It stays in the queue; the pages that it will need beyond the shared ones stay reserved.
                 whole = self._cache.pages_for(len(sequence.tokens) + self._window_of(sequence))
                 spare += max(0, whole - wanted.entry - self._ahead)
                 passed += 1
@@ -304,7 +310,7 @@ class Scheduler:
             fresh = sequence.cached_tokens is None
             begins = partial(self._cache.most_cached, sequence.tokens, sequence.request.cache_salt, sequence.cacheable)
             if not room.fits(begins) or not self._admit(sequence, spare):
-                break
+                break  # the first that does not fit ends admission: a small request must not pass a large one
             del self.waiting[passed]
             spare += self._growth(sequence)
             coming.add(self._next(sequence))
@@ -314,12 +320,12 @@ class Scheduler:
             self._ride(plan, sequence, room)
 
     def _next(self, sequence: RequestState) -> Next | None:
-        """The pages that this request is going to compute next, as many as are worth waiting for."""
+        """The next pages that this request will compute (as many as are worth waiting for), as a key to compare."""
         return self._cache.next(sequence.tokens, self._ahead, sequence.lease, sequence.request.cache_salt)
 
     def _growth(self, sequence: RequestState) -> int:
-        """The most pages that a running request may take before its next step: the step that now begins commits at most
-        S + 1 tokens, and leaves the request running only if it may generate more.
+        """The most new pages that a running request can need for its next step. The step that now begins commits at
+        most S + 1 tokens, and a request that still runs has at most `longest` committed.
         """
         assert sequence.lease is not None, "only running requests grow"
         if sequence.prefilling:
@@ -329,8 +335,8 @@ class Scheduler:
         return max(0, self._cache.pages_for(most + self._window_of(sequence)) - sequence.lease.pages)
 
     def _admit(self, sequence: RequestState, spare: int) -> bool:
-        """Open a lease that leaves `spare` pages free, and those for its own first window, so that admission does not
-        cause retraction.
+        """Open a lease if that leaves `spare` pages free, and the pages of its own first window: an admission must not
+        cause a retraction in the next step.
         """
         known = len(sequence.tokens)
         window = self._cache.pages_for(known + self._window_of(sequence)) - self._cache.pages_for(known)
@@ -344,8 +350,8 @@ class Scheduler:
 
 
 def mode_of(drawing: Iterable[RequestParams]) -> SamplingMode:
-    """What a step needs in which requests with these parameters draw tokens."""
-    mode = 0
+    """The sampling mode of a step in which requests with these parameters draw tokens."""
+    mode = 0  # a plain int, because `|=` on an `IntFlag` is slow
     for params in drawing:
         if not params.greedy:
             mode |= SamplingMode.NOISY.value

@@ -1,4 +1,4 @@
-"""One request on the host, waiting or running: its tokens, its lease, and how far it is committed."""
+"""The state of one request on the host, waiting or running: its tokens, its lease, its committed tokens."""
 
 from dataclasses import dataclass, field
 
@@ -12,14 +12,14 @@ from cluster.request import Request, SpeculationCounts, TokenLogprob
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """A request's life in the engine.
+    """The state of one request, from its submission to its end.
 
-    `tokens` are prompt and output; `committed` of them have KV in every pool, as far as results have been read. At most
-    `reach` of them have when all steps under way are over, of which `unread` give the request one token or more each.
-    While prompt rows are left to be begun the request is `prefilling`; afterwards it decodes, its last token the bonus.
-    `known` says that the results of all its prompt rows have been read. With `limit` tokens it ends. `scores` are the
-    log-probabilities of the prompt's tokens from the second on, where asked for and as far as known; they are `told`
-    once.
+    `tokens` are prompt and output. By the results read so far, `committed` of them have KV in every pool; when all
+    steps in flight are over, at most `reach` have. Each of `unread` steps in flight gives the request at least one
+    token. The request is `prefilling` until its last prompt row is in a step; then it decodes, and its last token is
+    the bonus token. `known`: the results of all its prompt rows have been read. It ends at `limit` tokens. `scores` are
+    the log-probabilities of the prompt's tokens from the second on, if requested and as far as computed; `told`: they
+    were returned, which happens once.
     """
 
     request: Request
@@ -46,18 +46,18 @@ class RequestState:
 
     @property
     def row(self) -> int:
-        """The request's row in the tables; running requests have one."""
+        """The table row of the request. Only a running request has one."""
         assert self.lease is not None, "only running requests have a row"
         return self.lease.row
 
     def sampling(self) -> RowSampling:
-        """How its tokens are to be chosen, for the tables."""
+        """The sampling parameters, as an entry of `StepInput`."""
         p = self.request.params
         assert p.seed is not None, "every request is given a seed when it is submitted"
         return RowSampling(self.row, p.temperature, p.top_k, p.top_p, p.min_p, p.seed)
 
     def adjusting(self) -> RowPenalties:
-        """How its logits are to be adjusted, for the tables."""
+        """The logit adjustments, as an entry of `StepInput`."""
         a = self.request.params.adjustments
         assert a is not None, "only adjusted requests are asked"
         return RowPenalties(
@@ -75,86 +75,86 @@ class RequestState:
         )
 
     def constraint(self) -> RowGrammar:
-        """The grammar that it follows, for the tables."""
+        """The grammar and the output so far, as an entry of `StepInput`."""
         grammar = self.request.params.grammar
         assert grammar is not None, "only constrained requests are asked"
         return RowGrammar(self.row, grammar, tuple(self.tokens[self.prompt_len :]))
 
     @property
     def cacheable(self) -> int | None:
-        """How many of its tokens may come from the cache; None for as many as there are. A row whose logits say
-        something that is still to be told has to be computed.
+        """How many of its tokens may come from the cache; None: no limit. A row whose prompt log-probability is still
+        missing has to be computed, because the cache holds no logits.
         """
         return len(self.scores) if self.scores_left(0, self.prompt_len) else None
 
     def scores_left(self, start: int, stop: int) -> int:
-        """How many of the rows `start` to `stop - 1` are to be scored: none, or all but the last of the prompt."""
+        """How many of the prompt rows `start` to `stop - 1` must return log-probabilities; the last never does."""
         if self.request.params.prompt_logprobs is None or self.told or len(self.scores) == self.prompt_len - 1:
             return 0
         return max(0, min(stop, self.prompt_len - 1) - start)
 
     def tell_scores(self) -> tuple[TokenLogprob, ...]:
-        """The log-probabilities of the prompt, once."""
+        """Return the log-probabilities of the prompt and drop them; they are returned only once."""
         told, self.scores, self.told = tuple(self.scores), [], True
         return told
 
     @property
     def room(self) -> int:
-        """Tokens that the request may still generate."""
+        """The number of tokens that the request may still generate."""
         return self.limit - len(self.tokens)
 
     @property
     def longest(self) -> int:
-        """The most tokens that are committed while the request still runs: one more token ends it, by max_tokens."""
+        """The most committed tokens of a request that still runs: its bonus token follows; `limit` tokens end it."""
         return self.limit - 2
 
     @property
     def ends(self) -> bool:
-        """Whether the steps under way are certain to end the request, by max_tokens."""
+        """Whether the steps in flight are certain to end the request by max_tokens."""
         return self.limit - len(self.tokens) <= self.unread
 
     def join(self, lease: Lease) -> None:
-        """Run on a lease, whose cached tokens are committed from the start."""
+        """Begin to run on a lease. Its cached tokens count as committed from the start."""
         self.lease, self.committed, self.reach, self.unread = lease, lease.cached, lease.cached, 0
         if self.cached_tokens is None:
             self.cached_tokens = lease.cached
 
     def leave(self) -> None:
-        """The lease is closed; if the request joins again, it prefills again."""
+        """Note that the lease is closed. If the request joins again, it prefills again."""
         self.lease, self.prefilling, self.known = None, True, False
         self.committed = self.reach = self.unread = 0
 
     def begin_prompt(self, stop: int, final: bool) -> None:
-        """A step with prompt rows up to `stop` is under way; after the final ones the request decodes."""
+        """Note that a step with prompt rows up to `stop` is in flight; after the `final` ones the request decodes."""
         self.reach, self.prefilling = stop, not final
         self.unread += final
 
     def prefilled(self, stop: int, final: bool) -> None:
-        """The results of that step have been read: tokens up to `stop` are committed."""
+        """Note that the results of a step from `begin_prompt` were read: tokens up to `stop` are committed."""
         self.committed, self.known = stop, final
         self.unread -= final
 
     def most_of(self, shape: TreeShape) -> int:
-        """The most tokens that a tree of this shape commits."""
+        """The most tokens that a tree of this shape commits. Only with a grammar are the forced levels used."""
         return (shape.drafted if self.request.params.grammar is None else shape).num_steps + 1
 
     def begin_tree(self, shape: TreeShape) -> None:
-        """A step with a tree of this shape is under way."""
+        """Note that a step with a tree of this shape is in flight."""
         self.reach += self.most_of(shape)
         self.unread += 1
 
     def accepted_run(self, count: int, shape: TreeShape) -> None:
-        """The results of that step have been read: `count` tokens, the accepted path and what it follows."""
+        """Note that a tree's results were read. They commit `count` tokens: the old bonus and the accepted path."""
         self.committed += count
-        self.reach -= self.most_of(shape) - count
+        self.reach -= self.most_of(shape) - count  # `begin_tree` assumed that all levels are accepted
         self.unread -= 1
 
     def extend(self, tokens: list[int]) -> None:
-        """Append what was generated."""
+        """Append generated tokens."""
         self.tokens += tokens
 
     def count(self, accept_len: int, drafted: int) -> None:
-        """Note one verified tree."""
+        """Count one verified tree."""
         self.steps += 1
         self.drafted += drafted
         self.accepted[accept_len - 1] += 1

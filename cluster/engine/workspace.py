@@ -1,6 +1,6 @@
-"""What steps take of a device's memory beside weights and KV caches: measured, with the largest that settings allow.
+"""Measures the device memory that steps take beside weights and KV caches, by running the largest steps allowed.
 
-A KV cache is sized by what is left. Nothing is sized on a CPU by this: memory there is the machine's.
+The KV cache gets the rest. This is for devices with memory of their own; on a CPU nothing is measured.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,10 +24,10 @@ from cluster.kv.page_table import PageTable
 DRAWS = SamplingMode.NOISY | SamplingMode.FILTERED | SamplingMode.LOGPROBS | SamplingMode.ADJUSTED
 ALL = DRAWS | SamplingMode.CONSTRAINED | SamplingMode.TREES | SamplingMode.PROMPT_LOGPROBS
 SMALLER_KV = "max_total_tokens, kv_cache_gb, mem_fraction_static or capture_sizes"
-FEWEST_ROWS = 16  # of prompts, that a refusal advises
+FEWEST_ROWS = 16  # the lowest chunked_prefill_size that an error advises
 T = TypeVar("T")
 Measure = Callable[[int, int], int]
-"""The bytes that the largest step takes of so many requests and prompt rows; it may run out of memory."""
+"""Return the bytes that the largest step with so many requests and prompt rows takes; it may run out of memory."""
 
 
 def prompt_rows(config: EngineConfig, context_length: int) -> int:
@@ -36,10 +36,10 @@ def prompt_rows(config: EngineConfig, context_length: int) -> int:
 
 
 def largest_orders(config: EngineConfig, context_length: int, window: int) -> Iterator[StepInput]:
-    """Steps that no step of a server exceeds: all requests decode beside a whole chunk, as long as they may be; or all
-    prompts end at once; in modes that do all that requests may ask for, and in the plainest.
+    """Yield the largest steps: all requests decode at their greatest length beside a whole prompt chunk, once with all
+    sampling features and once with none; and a step in which as many prompts as possible end.
 
-    No page of any row is set, so all cells are in the sink page, and there need not be any other.
+    The page table is empty, so all cells are in the sink page and a pool of one page is enough.
     """
     requests, rows = config.max_running_requests, prompt_rows(config, context_length)
     longest = max(0, context_length - window)
@@ -58,7 +58,7 @@ def largest_orders(config: EngineConfig, context_length: int, window: int) -> It
 
 
 def run_largest(lockstep: Lockstep, config: EngineConfig, context_length: int, table: PageTable) -> None:
-    """Run the largest steps, before there are requests; all ranks must call this."""
+    """Run the largest steps, before the first request; all ranks must call this."""
     deepest = len(lockstep.shapes) - 1
     window = lockstep.shapes[-1].forcing().window
     for order in largest_orders(config, context_length, window):
@@ -70,10 +70,10 @@ def run_largest(lockstep: Lockstep, config: EngineConfig, context_length: int, t
 
 
 def fitting(load: Callable[[], T], memory: DeviceMemory, what: str, remedy: str) -> T:
-    """What `load` returns.
+    """Return the result of `load`.
 
     Raises:
-        ConfigError: that, in words `what`, does not fit; `remedy` says what to do.
+        ConfigError: `load` ran out of memory; the message names `what` does not fit, and the `remedy`.
     """
     memory.begin()
     try:
@@ -91,7 +91,7 @@ def measured_needs(
     weights: int,
     trial: Callable[[RankModels, RankMemory], Lockstep],
 ) -> Needs:
-    """See `needs_of`; `trial` makes what runs steps with the models and pools of one page."""
+    """Return `needs_of` the models, measured with pools of one page; `trial` makes the `Lockstep` that runs steps."""
     resolved = models.resolved
     least = (resolved.shape.window + 2 * resolved.config.page_size) * models.token_bytes
     graphs = device.type == "cuda" and captures_of(resolved.config, device, models, mesh) is not None
@@ -103,7 +103,7 @@ def measured_needs(
         memory.begin()
         pools = allocate_pages(own, device, context_length, 1, Capacity(config.page_size, "a trial"))
         run_largest(trial(own, pools), config, context_length, pools.cache.table)
-        return memory.taken() - 2 * config.page_size * own.token_bytes
+        return memory.taken() - 2 * config.page_size * own.token_bytes  # without the page and the sink page
 
     return needs_of(resolved.config, context_length, mesh, memory, weights, least, graphs, measure)
 
@@ -118,14 +118,14 @@ def needs_of(
     graphs: bool,
     measure: Measure,
 ) -> Needs:
-    """What there is and what is needed on the rank that has the least left for KV; the same on every rank, which all
-    must call this. `least` are the bytes of the smallest KV cache, `graphs` says whether steps will be captured.
+    """Return memory and needs of the rank that has the least left for KV. The result is the same on all ranks, which
+    must all call this. `least` are the bytes of the smallest KV cache, `graphs` says whether steps will be captured.
 
-    Half of the largest steps is run before the whole ones, which are not run if not even that fits.
+    Steps of half the size run first; the full ones only run if the half leaves enough for KV.
 
     Raises:
-        ConfigError: not even the smallest KV cache is left; it says what is taken by what, and which settings to lower
-            and to what.
+        ConfigError: less than the smallest KV cache is left; the message lists all needs, and which settings to lower
+            to which values.
     """
     requests, rows = config.max_running_requests, prompt_rows(config, context_length)
 
@@ -138,12 +138,12 @@ def needs_of(
         try:
             return needs(measure(count, beside))
         except OUT_OF_MEMORY as error:
-            if mesh.world.size > 1:  # the others are in the middle of the step
+            if mesh.world.size > 1:  # peers wait in the middle of the step: there is no way to go on
                 raise ConfigError(
                     f"a step of {count} requests and {beside} prompt rows does not fit beside the weights, which take "
                     f"{weights / GB:.3f} GB ({error}); halve max_running_requests and chunked_prefill_size"
                 ) from None
-        return needs(memory.total)
+        return needs(memory.total)  # out of memory alone: as if the step took the whole device
 
     half = tried(-(-requests // 2), -(-rows // 2))
     found = tried(requests, rows) if half.left >= least else half
@@ -165,7 +165,7 @@ def needs_of(
 
 
 def _most(fits: Callable[[int], bool], most: int) -> int:
-    """The largest number below `most` that fits, by halving; 0: not even 1. Small ones are tried before large ones."""
+    """Return the largest number below `most` that fits, or 0. Doubles from 1, then bisects: small steps run first."""
     low, high = 0, 1
     while high < most and fits(high):
         low, high = high, 2 * high
@@ -179,13 +179,13 @@ def _most(fits: Callable[[int], bool], most: int) -> int:
 def rehearsed(
     lockstep: Lockstep, config: EngineConfig, context_length: int, memory: DeviceMemory, table: PageTable
 ) -> int:
-    """Run the largest steps on the finished engine, so that what is made once is made; the bytes that they take.
+    """Run the largest steps on the finished engine; returns the bytes that they take.
 
     Raises:
-        ConfigError: there is not enough for them.
+        ConfigError: there is not enough memory for them.
     """
     try:
-        run_largest(lockstep, config, context_length, table)
+        run_largest(lockstep, config, context_length, table)  # allocates what is made once and kept
         memory.begin()
         run_largest(lockstep, config, context_length, table)
     except OUT_OF_MEMORY as error:
@@ -194,10 +194,10 @@ def rehearsed(
 
 
 def beside(taken: int, capture: Callable[[], T], mesh: Mesh, memory: DeviceMemory) -> T:
-    """What `capture` makes of programs, beside which there is still what the largest steps take.
+    """Return the result of `capture`. Beside the programs there must still be `taken` bytes for the largest steps.
 
     Raises:
-        ConfigError: there is not, or not even for the programs.
+        ConfigError: the programs do not fit, or leave too little.
     """
     captured = fitting(capture, memory, "captured programs", f"lower {SMALLER_KV}")
     lacks = max(row[0] for row in mesh.all_gather_row((taken - memory.free(),)))
