@@ -99,6 +99,8 @@ LATE_IMPORTS = {
 }
 DRAWERS = frozenset({"util", "utils", "common", "helper", "helpers", "misc"})
 MAX_LINES = 400
+ROOT_FILES = 5  # modules at the root of the package, beside __init__
+ROLES = frozenset({"Size"})  # class names of a role that every module of a folder plays
 UNSAFE_MODULES = frozenset({"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"})
 UNSAFE_CALLS = frozenset(
     {
@@ -276,6 +278,21 @@ def test_files_stay_small(paths: list[Path]) -> None:
     lengths = {where(path): len(path.read_text(encoding="utf-8").splitlines()) for path in paths}
     long = {name: lines for name, lines in lengths.items() if lines > MAX_LINES}
     assert not long, f"over {MAX_LINES} lines: {long}"
+
+
+def test_the_root_holds_few_files() -> None:
+    found = sorted(path.name for path in PACKAGE.glob("*.py") if path.stem != "__init__")
+    assert len(found) <= ROOT_FILES, f"give these files a folder: {found}"
+
+
+def test_a_class_name_means_one_thing() -> None:
+    places: dict[str, list[str]] = {}
+    for path in SOURCES:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ClassDef) and node.name not in ROLES:
+                places.setdefault(node.name, []).append(where(path, node))
+    shared = {name: found for name, found in places.items() if len(found) > 1}
+    assert not shared, f"two classes with one name: {shared}"
 
 
 def resumes_training(path: Path, call: ast.Call, name: str) -> bool:
