@@ -145,7 +145,7 @@ def repeat(part: Node, least: int = 0, most: int | None = None) -> Node:
 
 
 def automaton(node: Node) -> Node:
-    """Return the node wrapped in `Regular` if xgrammar compiles that correctly and efficiently; else the node itself."""
+    """Return the node wrapped in `Regular` if xgrammar compiles that correctly and fast; else the node itself."""
     return Regular(node) if fits_automaton(node) else node
 
 
