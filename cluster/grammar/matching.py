@@ -1,4 +1,4 @@
-"""The tokens that a grammar allows next in one request, after the committed tokens or after a path of the draft tree."""
+"""The tokens that a grammar allows next in one request, after committed tokens or after a path of the draft tree."""
 
 import hashlib
 from collections import OrderedDict
