@@ -1,1 +1,3 @@
-"""JSON schemas as grammars, converted here in full, because xgrammar's own conversion silently ignores many keywords."""
+"""JSON schemas as grammars. They are converted here in full: xgrammar's own conversion silently ignores many
+keywords.
+"""

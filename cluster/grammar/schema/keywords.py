@@ -98,7 +98,7 @@ def spelled(value: Any) -> str:
 
 
 def types_of(schema: Schema) -> set[str]:
-    """Return the types that a plain schema allows. Without `type`, they follow from keywords that belong to one type."""
+    """Return the types that a plain schema allows. Without `type`, they follow from keywords of one type."""
     named = schema.get("type")
     if named is None:
         meant = {kind for kind, keywords in BY_TYPE.items() if keywords & schema.keys()} - {"integer"}

@@ -31,7 +31,7 @@ def merged(one: Schema, two: Schema, path: str) -> Schema | None:
 
 
 def _closing(one: Schema, two: Schema, path: str) -> Schema:
-    """Return `one` with the properties that only `two` declares: the `additionalProperties` of `one` applies to them."""
+    """Return `one` with the properties that only `two` declares; `additionalProperties` of `one` applies to them."""
     extra = {"additionalProperties", "unevaluatedProperties", "patternProperties"} & one.keys()
     named = two.get("properties", {})
     beyond = named.keys() - one.get("properties", {}).keys() if isinstance(named, dict) else set()

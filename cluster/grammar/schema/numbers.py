@@ -168,7 +168,7 @@ Bound = tuple[Decimal, bool]
 
 
 def _magnitude(low: Bound, high: Bound | None) -> Node:
-    """Return a number without sign from `low` (0 or more) to `high`. Each bound is a value and whether it is exclusive."""
+    """Return a number without sign from `low` (0 or more) to `high`. A bound is a value and whether it is exclusive."""
     whole, fraction = _digits(low[0])
     if high is None:
         return alt(seq(_whole(whole + 1, None), FRACTION), seq(Literal(str(whole)), _above(fraction, low[1])))

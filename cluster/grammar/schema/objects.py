@@ -36,8 +36,8 @@ def object_of(rules: Rules, members: Members) -> Node:
 
 
 def _tail(rules: Rules, members: Members, cap: int) -> list[Node]:
-    """Return what may follow the declared members, indexed by the number of members written; the last entry is for
-    `cap` or more.
+    """Return what may follow the declared members, by the number of members written; the last entry is for `cap` or
+    more.
     """
     ends: list[Node] = [SPACES if written else EMPTY for written in range(cap + 1)]
     ends[: members.least] = [NOTHING] * members.least
@@ -110,7 +110,7 @@ def members_of(
 def _keyed(
     rules: Rules, schema: Schema, names: list[Schema] | None, declared: dict[str, Any], extra: Any
 ) -> tuple[Node, Any, str] | None:
-    """Return the key and the schema of undeclared members, and the keyword that allows them; None if none are allowed."""
+    """Return the key and schema of undeclared members, and the keyword that allows them; None if none are allowed."""
     patterns = schema.get("patternProperties", {})
     if patterns:
         if extra not in (None, False) or names is not None:
