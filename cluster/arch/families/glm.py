@@ -17,11 +17,13 @@ DEFAULTS = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
-"""Defaults of keys that a config leaves out."""
+"""Values of keys that a config leaves out."""
 
 
 def glm4_moe(given: ConfigKeys) -> TargetArch:
-    """`Glm4MoeForCausalLM`: q, k and v may have biases, the output never; further layers are MTP drafts."""
+    """Return the target of `Glm4MoeForCausalLM`: q, k, v may have biases, the output has none. Extra layers are MTP
+    drafts.
+    """
     keys = given.over(DEFAULTS)
     count = keys.integer("num_hidden_layers")
     dense = replace(geometry_of(keys, partial=True), out_bias=False, qk_norm=keys.flag("use_qk_norm"))

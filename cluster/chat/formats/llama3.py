@@ -14,9 +14,6 @@ FIELDS = ("parameters", "arguments")
 
 
 def _block(tools: Tools) -> JsonBlock:
-    """Return a reader of calls. An object is a call only if it names a tool and has arguments: an answer may be other
-    JSON.
-    """
 
     def calls(text: str, _: re.Match[str]) -> list[ToolCallText]:
         """An object is a call only if it names a tool and has arguments: an answer may be any other JSON."""

@@ -56,8 +56,7 @@ def any_string(rules: Rules) -> Node:
 
 
 def string(rules: Rules, schema: Schema, excluded: Sequence[str] = ()) -> Node:
-    """Return a JSON string by `minLength`, `maxLength`, `pattern`, `format` and `contentEncoding`, without those in
-    `excluded`.
+    """Return a JSON string by `minLength`, `maxLength`, `pattern`, `format`, `contentEncoding`; none of `excluded`.
 
     Raises:
         GrammarError: these cannot be enforced.
@@ -81,7 +80,7 @@ def _if_small(node: Node) -> Node | Automaton:
 
 
 def stepwise(rules: Rules, automaton: Automaton) -> Node:
-    """Return the texts of an automaton as JSON strings. The rule of each accepting state also reads the closing quote."""
+    """Return the texts of an automaton as JSON strings. The rule of an accepting state also reads the closing quote."""
 
     def written(characters: Chars) -> Node:
         return _in_json(characters, counted=False)
