@@ -17,10 +17,8 @@ Calls = Callable[[str, re.Match[str]], Sequence[ToolCallText]]
 
 
 class JsonBlock:
-    """A heading, a JSON object or list, and marks that may follow it.
-
-    `heading` matches all text before the first brace. If it has a group `list` that matched, the value is a list that
-    begins at that group.
+    """A heading, a JSON object or list, and marks that may follow it. `heading` matches all text before the first
+    brace. If it has a group `list` that matched, the value is a list that begins at that group.
     """
 
     def __init__(self, heading: re.Pattern[str], calls: Calls, closing: Sequence[str]) -> None:

@@ -56,7 +56,6 @@ class ThinkingMarks:
 @dataclass(frozen=True, slots=True)
 class CallingMarks:
     """How a family calls tools: the triggers that begin a block of calls, and a function that makes its reader.
-
     `first`: a block may only be at the start of the answer, perhaps after some of the characters `skipped`.
     """
 

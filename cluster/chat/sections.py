@@ -1,6 +1,4 @@
-"""The events of an answer grouped into consecutive sections: a text, a reasoning, a call. For APIs that answer in
-sections.
-"""
+"""Groups the events of an answer into consecutive sections: a text, reasoning, a call. Some APIs answer in sections."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

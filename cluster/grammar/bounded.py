@@ -22,9 +22,8 @@ them.
 
 
 def bounded_text(rules: Rules, one: Sequence[Node], end: Node, least: int, most: int) -> Ref:
-    """Return a rule for `least` to `most` characters followed by `end`.
-
-    Each character is one of the alternatives `one`; none of them may begin like `end`.
+    """Return a rule for `least` to `most` characters followed by `end`. Each character is one of the alternatives
+    `one`; none of them may begin like `end`.
     """
     rest = _at_most(rules, one, end, most - least)
     for _ in range(least):

@@ -28,7 +28,6 @@ string take longer to make than everything that is particular to an ordinary sch
 
 class MaskCompiler:
     """xgrammar's compiler over one vocabulary. It caches the masks of rules, because different grammars share rules.
-
     Thread-safe; compiling releases the GIL.
     """
 
@@ -39,7 +38,6 @@ class MaskCompiler:
 
     def prepare(self) -> None:
         """Make the tables of the vocabulary and the masks of common rules, which takes tenths of a second to seconds.
-
         Later grammars, in this process or a fork of it, then do not wait for that.
         """
         self._vocabulary.prepare()

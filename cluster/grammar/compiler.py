@@ -316,10 +316,8 @@ def _write(pipe: int, content: bytes, until: float) -> None:
 
 
 def _give_way(pid: int) -> None:
-    """Lower the priority of a process that leads its own session.
-
-    Linux shares processors among sessions first (sched(7), autogroups), and niceness counts only within one. So both
-    are set.
+    """Lower the priority of a process that leads its own session. Linux shares processors among sessions first
+    (sched(7), autogroups), and niceness counts only within one. So both are set.
     """
     os.setpriority(os.PRIO_PROCESS, pid, min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS))
     for _ in range(TRIES):

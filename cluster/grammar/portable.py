@@ -13,9 +13,8 @@ from cluster.grammar.asked import GrammarError
 
 @dataclass(frozen=True, slots=True)
 class PortableGrammar:
-    """`source` is either rules in xgrammar's notation or, with `tag`, a structural tag as JSON.
-
-    `tokens`: the special tokens that occur in the tag.
+    """`source` is either rules in xgrammar's notation or, with `tag`, a structural tag as JSON. `tokens`: the special
+    tokens that occur in the tag.
     """
 
     source: str

@@ -79,9 +79,8 @@ OTHERS = (*FIXED, *DERIVED)  # the properties that are not general categories
 
 
 def property_of(name: str) -> Property | None:
-    """Return the property that `\\p{name}` names; None if it is not supported, such as a script.
-
-    A category has its short or its long name, which may follow `gc=` or `General_Category=`.
+    """Return the property that `\\p{name}` names; None if it is not supported, such as a script. A category has its
+    short or its long name, which may follow `gc=` or `General_Category=`.
     """
     bare = name.removeprefix("gc=").removeprefix("General_Category=")
     if LONG_NAMES.get(bare, bare) in CATEGORIES:

@@ -102,10 +102,8 @@ def plain(node: Node) -> Node | None:
 
 
 def open_sided(node: Node, rest: Node) -> Node:
-    """Add `rest` on the side of an expression that has no anchor.
-
-    An expression with only ^ is followed by `rest`; one with only $ is preceded by it. With neither or both, the
-    expression already describes the whole text.
+    """Add `rest` on the side of an expression that has no anchor. An expression with only ^ is followed by `rest`; one
+    with only $ is preceded by it. With neither or both, the expression already describes the whole text.
     """
     anchors = {ref for ref in refs(node) if ref in (START, END)}
     if len(anchors) != 1:

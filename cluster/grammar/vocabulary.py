@@ -108,10 +108,8 @@ class Vocabulary:
         return found
 
     def shared(self, row: Row) -> bytes:
-        """Return the longest text that every continuation allowed by a mask begins with.
-
-        Every allowed token begins with it, or is a prefix of it. Empty if the output may end, or a special token is
-        allowed.
+        """Return the longest text that every continuation allowed by a mask begins with. Every allowed token begins
+        with it, or is a prefix of it. Empty if the output may end, or a special token is allowed.
         """
         words = np.flatnonzero(row)
         if not len(words) or (row & self.stop_row).any():

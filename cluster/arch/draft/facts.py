@@ -22,7 +22,7 @@ class FactResolver:
         self._overrides = overrides
         self.choices: list[ResolvedFact] = []
         self.doubts: list[str] = []
-        """What is odd about the draft, though it can be served: sentences without the folder's name."""
+        """Oddities of a draft that is served nevertheless: sentences without the folder's name."""
 
     def choose(self, fact: str, value: Any, source: str) -> Any:
         """Return the override of `fact` if there is one, else `value`, which comes from `source`; record the choice."""

@@ -15,9 +15,8 @@ FILE = "draft_sample.json"
 
 
 class Sample(NamedTuple):
-    """The `tokens` of a prompt, and the output of the draft's extend at the last one.
-
-    The output is the recurrent `hidden` `[H]`, the likeliest `token` (a target id) and that token's log-probability.
+    """The `tokens` of a prompt, and the output of the draft's extend at the last one. The output is the recurrent
+    `hidden` `[H]`, the likeliest `token` (a target id) and that token's log-probability.
     """
 
     tokens: tuple[int, ...]

@@ -1,6 +1,5 @@
-"""`DraftSpec`: every width, layer number and convention of a draft that speculation needs.
-
-It is resolved once, from tensor names and shapes first and the config second; no other code reads those keys.
+"""`DraftSpec`: every width, layer number and convention of a draft that speculation needs. It is resolved once, from
+tensor names and shapes first and the config second; no other code reads those keys.
 """
 
 import re
@@ -25,9 +24,7 @@ class ResolvedFact(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class DraftLayer:
     """One draft layer. `pair`: its attention reads `[input_layernorm(embedding) | norm(hidden)]`, 2 H wide; else only
-    H.
-
-    `hidden_norm` names the norm of the hidden state before attention.
+    H. `hidden_norm` names the norm of the hidden state before attention.
     """
 
     geometry: LayerGeometry

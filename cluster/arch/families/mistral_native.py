@@ -35,8 +35,8 @@ END_OF_TEXT = 2
 
 
 def mistral_native(params: ConfigKeys) -> TargetArch:
-    """Return a dense Mistral target. params.json names neither the end token, which is 2, nor always the 128,000
-    positions.
+    """Return a dense Mistral target. The end token is always 2, as params.json never names it; 128,000 positions are
+    the default.
 
     Raises:
         ConfigError: the model has experts, latent attention or a vision tower.

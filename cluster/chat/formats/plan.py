@@ -71,9 +71,8 @@ def _split(value: str, tokens: Mapping[str, int]) -> list[Form]:
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
-    """How a family writes calls: `opening`, the calls separated by `between`, `ending`.
-
-    Each call is `before(name)`, the arguments, `after`. `several`: an answer may have more than one call.
+    """How a family writes calls: `opening`, the calls separated by `between`, `ending`. Each call is `before(name)`,
+    the arguments, `after`. `several`: an answer may have more than one call.
     """
 
     before: Callable[[str], str]

@@ -17,9 +17,8 @@ FEW_VALUES: dict[str, list[Any]] = {"boolean": [True, False], "null": [None]}
 def array_of(
     rules: Rules, first: list[Node], rest: Node | None, least: int, most: int | None, sure: int | None = None
 ) -> Node:
-    """Return an array of `least` to `most` values: those of `first`, then any number of `rest`.
-
-    Only the first `sure` values of `first` must be there; later ones may be cut off from the end. None: all must.
+    """Return an array of `least` to `most` values: those of `first`, then any number of `rest`. Only the first `sure`
+    values of `first` must be there; later ones may be cut off from the end. None: all must.
     """
     first = first if most is None else first[:most]
     fewest = max(0, least - len(first))

@@ -1,7 +1,5 @@
-"""Reads JSON Schemas into choices of plain schemas: a type, and constraints on values of that type.
-
-Every keyword is either known or refused by name. References are resolved, and combinations (allOf, anyOf, oneOf, if)
-are multiplied out.
+"""Reads JSON Schemas into choices of plain schemas: a type, and constraints on values of that type. Every keyword is
+either known or refused by name. References are resolved, and combinations (allOf, anyOf, oneOf, if) are multiplied out.
 """
 
 from collections.abc import Mapping

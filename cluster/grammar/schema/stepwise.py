@@ -14,9 +14,7 @@ def rules_of(
     rules: Rules, automaton: Automaton, written: Callable[[Chars], Node], end: Node = EMPTY, before: Node | None = None
 ) -> Node:
     """Return the rules of an automaton. `written` returns the grammar of one character class; `end` follows the last
-    one.
-
-    Every rule reads all the rest of the text and `end`, so the same lookahead `before` holds after each rule.
+    one. Every rule reads all the rest of the text and `end`, so the same lookahead `before` holds after each rule.
     """
     named = {0: rules.reserve()} if _is_entered(automaton, 0) else {}
     waiting = list(named)

@@ -89,9 +89,8 @@ def stepwise(rules: Rules, automaton: Automaton) -> Node:
 
 
 def quoted(rules: Rules, inside: Node) -> Node:
-    """Return the texts of `inside` as JSON strings.
-
-    The quotes are part of the automaton. Otherwise each mask would have to examine the tokens that go beyond its end.
+    """Return the texts of `inside` as JSON strings. The quotes are part of the automaton. Otherwise each mask would
+    have to examine the tokens that go beyond its end.
     """
     match inside:
         case Repeat(Chars() as part, least, int() as most) if most > FEW and least <= MOST_STATES:

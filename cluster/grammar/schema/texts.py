@@ -10,7 +10,7 @@ from cluster.grammar.schema.formats import ENCODINGS, FORMATS, NARROWER, UNRESTR
 from cluster.grammar.schema.keywords import Schema, size
 
 ALL = chars((0, LAST))
-SHARED_BY = 8  # bounded lengths are divided as if an unbounded repetition of unbounded texts occurs at most this often
+SHARED_BY = 8  # the length is divided between at most this many copies of a repeated part that is itself unbounded
 # characters that an automaton may count; a longer bound is divided between the repetitions of the expression
 MOST_COUNTED = 300
 
