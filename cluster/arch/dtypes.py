@@ -26,7 +26,7 @@ def computed_in(stored: str, dtype: str, device: str, narrow: bool = False) -> s
 
 
 def compute_dtype(arch: TargetArch, dtype: str, device: str, in_c: bool = True) -> str:
-    """Return `computed_in` of a target. `in_c`: on a CPU the kernels are in C, which compute from narrow weights
+    """Return `computed_in` of a target. `in_c`: a CPU computes with kernels in C, which read narrow weights
     directly.
     """
     auto = dtype == "auto" and device == "cpu" and arch.dtype == "bfloat16"

@@ -133,9 +133,7 @@ def experts_of(layers: Iterable[LayerGeometry]) -> Moe | None:
 def geometry_of(
     keys: ConfigKeys, activation: Activation = "silu", theta: float = 10000.0, partial: bool = False
 ) -> LayerGeometry:
-    """Return a layer as the common keys describe it; a family replaces what differs. `theta` and `partial` as in
-    `rope_of`.
-    """
+    """Return a layer from the common keys; a family replaces what differs. `theta` and `partial` as in `rope_of`."""
     hidden, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
     kv_heads = keys.integer("num_key_value_heads", heads)
     if heads % kv_heads:

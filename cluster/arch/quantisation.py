@@ -126,9 +126,7 @@ def _blocks(own: ConfigKeys) -> Scheme:
 
 
 def _groups(own: ConfigKeys) -> Scheme:
-    """Return the scheme of `bits` and `group_size` in AWQ, GPTQ and AutoRound; -1: all inputs of an output are one
-    group.
-    """
+    """Return the scheme of `bits` and `group_size` in AWQ, GPTQ and AutoRound; -1: all inputs form one group."""
     bits = None if own.data.get("bits") is None else own.integer("bits")
     if own.data.get("group_size") == -1:
         return Scheme(bits, (1, 0), "group_size is -1")

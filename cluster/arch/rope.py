@@ -120,9 +120,7 @@ def rope_of(keys: ConfigKeys, theta: float = 10000.0, layer_type: str | None = N
 
 
 def scaling_of(keys: ConfigKeys, layer_type: str | None = None) -> ConfigKeys:
-    """Return the config's scaling, completed from `rope_parameters`; for one layer type if the config lists them by
-    type.
-    """
+    """Return the config's scaling, completed from `rope_parameters`; that of one layer type if listed by type."""
     new, old = keys.section("rope_parameters"), keys.section("rope_scaling")
     if layer_type is not None:
         new, old = (one.section(layer_type) if layer_type in one.data else one for one in (new, old))

@@ -98,9 +98,7 @@ def _beside(folder: str, name: str) -> dict[str, Any]:
 
 
 def _end_of_tokenizer(folder: str) -> list[int]:
-    """Return the id of tokenizer_config.json's `eos_token`, found among the added tokens of that file or of
-    tokenizer.json.
-    """
+    """Return the id of tokenizer_config.json's `eos_token`, from its own or tokenizer.json's added tokens."""
     given = _beside(folder, "tokenizer_config.json")
     end = given.get("eos_token")
     end = end.get("content") if isinstance(end, Mapping) else end

@@ -47,9 +47,7 @@ class JsonBlock:
 
 
 def named_call(text: str, fields: Sequence[str]) -> list[ToolCallText]:
-    """Return the call in an object with a name, and arguments in one of `fields`; no call if the object has another
-    form.
-    """
+    """Return the call in an object with a name, and arguments in one of `fields`; none if it has another form."""
     found = members(text)
     name = loaded(found["name"]) if found is not None and "name" in found else None
     if found is None or not isinstance(name, str) or not name:
@@ -116,9 +114,7 @@ class TaggedBlock:
         return None
 
     def _open(self, body: str) -> bool:
-        """Whether the body ends inside a value, so that the end mark belongs to the value. A value may contain begin
-        marks.
-        """
+        """Whether the body ends inside a value, so that the end mark is part of it. A value may contain begin marks."""
         begin, end = self._inner
         at = 0
         while (at := body.find(begin, at)) >= 0:

@@ -25,9 +25,7 @@ class ValueEnd:
         self._in_string = False
 
     def find(self, text: str) -> int | None:
-        """Return the index after the value's last bracket; None if it has not come. `text` is the previous text, or a
-        longer one.
-        """
+        """Return the index after the value's last bracket, or None. `text` is the previous text, or a longer one."""
         while (mark := MARKS.search(text, self._at)) is not None:
             character = mark[0]
             if character == "\\" and self._in_string and mark.end() == len(text):

@@ -26,9 +26,7 @@ class ToolCallText:
 
 @dataclass(frozen=True, slots=True)
 class BlockResult:
-    """A parsed block. `calls` is empty if it is malformed. The block ends at `end`; each of the marks `closing` may
-    follow.
-    """
+    """A parsed block, which ends at `end`. `calls` is empty if it is malformed; the marks `closing` may follow it."""
 
     end: int
     calls: Sequence[ToolCallText] = ()
@@ -39,9 +37,7 @@ class BlockReader(Protocol):
     """Parses one block of calls, which begins with a trigger, while it grows."""
 
     def read(self, text: str) -> BlockResult | None:
-        """Return the result, or None while the block is incomplete. `text` is the text of the previous call, or a
-        longer one.
-        """
+        """Return the result; None while the block is incomplete. `text` is the previous text, or a longer one."""
         ...
 
 
@@ -255,9 +251,7 @@ class MarkedReader(BufferedReader):
 
 
 def _settled(text: str, marks: Sequence[str]) -> int:
-    """Return how much of a text can be reported: up to the beginning of a possible mark and the white space before
-    that.
-    """
+    """Return how much of a text can be reported: all before a possible mark and the white space that precedes it."""
     if not marks:
         return len(text)
     at = len(text)

@@ -172,9 +172,7 @@ class _Space:
                 raise AssertionError(f"{node} is no expression")
 
     def _repeated(self, part: Node, least: int, most: int | None, then: int) -> int:
-        """Build the states of a repetition, followed by the state `then`: `least` copies, then a loop or optional
-        copies.
-        """
+        """Build the states of a repetition before the state `then`: `least` copies, then a loop or optional copies."""
         if most is None:
             loop = self._add(_State())
             self.states[loop].free = [(None, then), (None, self._built(part, loop))]
@@ -224,7 +222,7 @@ class _Space:
         return found
 
     def settle(self) -> None:
-        """Split all characters into `letters`: classes that every expression treats alike. Call it after all calls of
+        """Split all characters into `letters`, classes that every expression treats alike. Call it after the last
         `start`.
         """
         classes = {state.reads for state in self.states if state.reads is not None}
@@ -245,9 +243,7 @@ class _Space:
         self._letters_of = {one: frozenset(at for at, of in enumerate(ranges) if one in of) for one in classes}
 
     def derivative(self, formula: Formula, letter: int) -> Formula:
-        """Return the formula for the rest of a text, if the text begins with `letter` and `formula` holds for all of
-        it.
-        """
+        """Return the formula for the rest of a text that begins with `letter` and for which `formula` holds."""
         if isinstance(formula, int):
             state = self.states[formula] if formula != AT_END else _State()
             if state.reads is None or letter not in self._letters_of[state.reads]:

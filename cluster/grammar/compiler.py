@@ -58,9 +58,7 @@ class CompilerError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class CompileResult:
-    """A grammar as ranks read it, or the reason for its refusal. `lasting`: compiling it again would give the same
-    result.
-    """
+    """A grammar as ranks read it, or why it is refused. `lasting`: compiling it again would give the same result."""
 
     text: str = ""
     refusal: str = ""
@@ -78,7 +76,7 @@ class Compiler:
         self._under_way: dict[Grammar, asyncio.Task[CompileResult]] = {}
 
     async def warm(self) -> None:
-        """Start the process and compile the most common grammars. An error is ignored here; the first request meets it
+        """Start the process and compile the most common grammars. Errors are ignored; the first request meets them
         again.
         """
         for grammar in COMMON:

@@ -234,9 +234,7 @@ class TextMatcher:
         return not self._ended and self._stops.isdisjoint(path) and self._go(path)
 
     def _go(self, path: Sequence[int]) -> bool:
-        """Move xgrammar's matcher to the end of a path; False if the path is not allowed. The path must not hold stop
-        tokens.
-        """
+        """Move xgrammar's matcher to the end of a path without stop tokens; False if the path is not allowed."""
         shared = 0
         for mine, asked in zip(self._walked, path, strict=False):
             if mine != asked:

@@ -65,9 +65,7 @@ START, END = Ref("^"), Ref("$")  # anchors; they exist only between `read` and `
 
 @dataclass(frozen=True, slots=True)
 class Look(Ref):
-    """A lookahead: the following text begins with `part`, or must not if `negated`. Exists only between `read` and
-    `plain`.
-    """
+    """A lookahead: the rest begins with `part`, or must not if `negated`. Exists only between `read` and `plain`."""
 
     part: Node
     negated: bool
@@ -300,9 +298,7 @@ class _Reader:
 
 
 def _check_anchors(node: Node, first: bool, last: bool) -> None:
-    """Raise if text could precede a ^ or follow a $. `first`, `last`: the node is at the start, or end, of the whole
-    text.
-    """
+    """Raise if text could precede a ^ or follow a $. `first`, `last`: the node starts, or ends, the whole text."""
     match node:
         case Look():
             return  # anchors inside a lookahead are relative to it

@@ -1,6 +1,4 @@
-"""Recognises the format of a draft, from tensor names and shapes first; formats that are not served are refused by
-name.
-"""
+"""Recognises a draft's format, from tensor names and shapes first, and refuses known formats that are not served."""
 
 import re
 from collections.abc import Mapping

@@ -21,7 +21,7 @@ DEFAULTS = {
 
 
 def glm4_moe(given: ConfigKeys) -> TargetArch:
-    """Return the target of `Glm4MoeForCausalLM`: q, k, v may have biases, the output has none. Extra layers are MTP
+    """Return the target of `Glm4MoeForCausalLM`: q, k, v may have biases, the output not. Extra layers are MTP
     drafts.
     """
     keys = given.over(DEFAULTS)

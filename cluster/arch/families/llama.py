@@ -1,6 +1,4 @@
-"""Llama 2 and 3.x; Mistral, with one sliding window for all layers; Ministral 3, with position-dependent query
-scaling.
-"""
+"""Llama 2 and 3.x; Mistral (one sliding window for all layers); Ministral 3 (position-dependent query scaling)."""
 
 from dataclasses import replace
 
@@ -17,9 +15,7 @@ def llama(keys: ConfigKeys) -> TargetArch:
 
 
 def mistral(keys: ConfigKeys) -> TargetArch:
-    """Return the target of `MistralForCausalLM`: a sliding window in all layers, 4096 by default, none if the key is
-    null.
-    """
+    """Return the target of `MistralForCausalLM`: a sliding window in all layers, by default 4096; none if null."""
     count = keys.integer("num_hidden_layers")
     window = None
     if keys.data.get("sliding_window", 4096) is not None:
@@ -29,9 +25,7 @@ def mistral(keys: ConfigKeys) -> TargetArch:
 
 
 def ministral3(keys: ConfigKeys) -> TargetArch:
-    """Return the target of `Ministral3ForCausalLM`: Mistral without a default window, with position-dependent query
-    scaling.
-    """
+    """Return the target of `Ministral3ForCausalLM`: Mistral without a default window, with scaling of queries."""
     scaling, given = scaling_of(keys), ConfigKeys({"sliding_window": None, **keys.data}, keys.where, keys.file)
     grown = None
     if scaling.data.get("llama_4_scaling_beta"):

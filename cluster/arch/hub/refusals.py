@@ -134,8 +134,8 @@ def no_room(model: HubModel, needed: int, free: int, folder: Path) -> ConfigErro
 
 
 def damaged(model: HubModel, wrong: dict[str, tuple[str, str]]) -> ConfigError:
-    """Return the error for downloaded files whose hash differs from the hub's; `wrong` maps a name to (found, listed)
-    hash.
+    """Return the error for downloads whose hash differs from the hub's; `wrong` maps names to (found, listed)
+    hashes.
     """
     files = "; ".join(f"{name} has hash {found}, and {listed} is listed" for name, (found, listed) in wrong.items())
     return ConfigError(

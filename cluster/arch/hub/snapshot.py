@@ -1,6 +1,4 @@
-"""The files of one commit of a model in this node's cache: which files are used, and how they are downloaded and
-verified.
-"""
+"""The files of one commit of a model in this node's cache: which are used, and how they are downloaded and verified."""
 
 import hashlib
 import json
@@ -65,9 +63,7 @@ class Snapshot:
 
     @property
     def unverified(self) -> Path:
-        """The path of a file, beside the library's locks, that lists downloads whose hashes have not been compared
-        yet.
-        """
+        """The path of a file, beside the library's locks, that lists downloads whose hashes are not compared yet."""
         repository = self.folder.parents[1]
         return repository.parent / ".locks" / repository.name / f"aerie-{self.model.commit}.json"
 
@@ -122,9 +118,7 @@ def is_whole(snapshot: Snapshot) -> bool:
 
 
 def weights_of(snapshot: Snapshot) -> list[str]:
-    """Return the names of the weight files, as `weight_files` would choose them in a folder; empty if no list is
-    known.
-    """
+    """Return the weight files that `weight_files` would choose in a folder, by name; empty if no list is known."""
     if snapshot.listed is None:
         return []
     with tempfile.TemporaryDirectory(prefix="aerie-names-") as stand_in:

@@ -21,7 +21,7 @@ RENAMES = (
 
 
 def normal_name(name: str) -> str:
-    """Return a name without producer-specific parts: no `model.`, `midlayer` as `layers.0`, legacy aux norms as
+    """Return a name without producer's variants: no `model.`, `midlayer` as `layers.0`, old aux norms as
     `fc_norm.i`.
     """
     for pattern, replacement in RENAMES:

@@ -23,9 +23,7 @@ COMPANIONS = re.compile(
 
 
 def target_tensors(arch: TargetArch) -> Named:
-    """Yield (name, shape) of every tensor that the target needs, under the names that the layers use, not the stored
-    names.
-    """
+    """Yield (name, shape) of every tensor that the target needs, by the layers' names, not the stored names."""
     yield "embed_tokens.weight", (arch.vocab_size, arch.hidden)
     for index, layer in enumerate(arch.layers):
         yield from layer_tensors(f"layers.{index}", layer)

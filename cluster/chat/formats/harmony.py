@@ -26,9 +26,7 @@ AGAIN = f"{END}{START}assistant"
 
 
 class HarmonyReader(BufferedReader):
-    """Parses messages one after the other. Without `tools` no call is reported; `split`: report reasoning
-    separately.
-    """
+    """Parses messages in turn. Without `tools` no call is reported; `split`: report reasoning separately."""
 
     def __init__(self, tools: Tools | None, split: bool, within: bool) -> None:
         """`within`: the prompt has already begun the final message."""

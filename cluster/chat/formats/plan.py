@@ -118,8 +118,8 @@ class ChatFormat(Protocol):
 
     @property
     def special(self) -> tuple[str, ...]:
-        """The special tokens that the reader must see in the text. Some of the family's tokenizers have them as plain
-        text.
+        """Texts that the reader must see in an answer, and that are special tokens in some of the family's
+        tokenizers.
         """
         ...
 

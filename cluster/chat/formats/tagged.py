@@ -55,8 +55,8 @@ def tagged_arguments(mark: Callable[[str], tuple[str, str]]) -> Callable[[Mappin
 
 
 def _value(schema: Any, root: Mapping[str, Any], end: str) -> Form:
-    """Return a value's grammar: a string without quotes up to the mark `end`, anything else as JSON. Without a schema,
-    any text.
+    """Return a value's grammar: a string without quotes up to the mark `end`, or JSON; any text if the schema is
+    empty.
     """
     if schema is True or schema == {}:
         return {"type": "any_text", "excludes": [end]}

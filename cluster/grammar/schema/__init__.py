@@ -1,3 +1,1 @@
-"""JSON schemas as grammars. They are converted here in full: xgrammar's own conversion silently ignores many
-keywords.
-"""
+"""JSON schemas as grammars, converted here in full: xgrammar's own conversion silently ignores many keywords."""

@@ -70,7 +70,7 @@ def items_of(
 
 
 def _set_of(rules: Rules, schema: Schema, choices: list[Schema], least: int, most: int | None) -> Node:
-    """Return an array of different values that the schema names. More than `ANY_ORDER` values come in the schema's
+    """Return an array of different values that the schema names; more than `ANY_ORDER` values keep the schema's
     order.
     """
     named = [_values(choice) for choice in choices]

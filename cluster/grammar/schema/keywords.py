@@ -67,8 +67,8 @@ class EmptyError(GrammarError):
 
 
 def finite(schema: Schema) -> list[Any] | None:
-    """Return the values that a plain schema names with const and enum and whose type it allows; None without const and
-    enum.
+    """Return the values that a plain schema names with const and enum, if its type allows them; None if it names
+    none.
     """
     named = [[schema["const"]]] if "const" in schema else []
     if "enum" in schema:
@@ -154,8 +154,8 @@ def is_never(schema: Any) -> bool:
 
 
 def modern(schema: Schema, path: str) -> Schema:
-    """Convert a schema of an older draft, or of OpenAPI 3.0, to 2020-12: lists of `items`, Boolean exclusive bounds,
-    and `nullable` beside a type.
+    """Convert a schema of an older draft or OpenAPI 3.0 to 2020-12: `items` lists, Boolean exclusive bounds,
+    `nullable`.
     """
     found = dict(schema)
     if isinstance(found.get("items"), list):

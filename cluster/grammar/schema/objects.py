@@ -36,9 +36,7 @@ def object_of(rules: Rules, members: Members) -> Node:
 
 
 def _tail(rules: Rules, members: Members, cap: int) -> list[Node]:
-    """Return what may follow the declared members, by the number of members written; the last entry is for `cap` or
-    more.
-    """
+    """Return what may follow the declared members, by the number of members written, up to `cap` (or more)."""
     ends: list[Node] = [SPACES if written else EMPTY for written in range(cap + 1)]
     ends[: members.least] = [NOTHING] * members.least
     if members.extra is None or members.most == 0:

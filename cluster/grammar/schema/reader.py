@@ -61,9 +61,7 @@ class SchemaReader:
         return kept
 
     def choices(self, schema: Any, path: str) -> list[Schema]:
-        """Return plain schemas that together are equivalent to a schema: a value is valid if it is valid for one of
-        them.
-        """
+        """Return plain schemas equivalent to a schema: a value is valid if it is valid for one of them."""
         kept = self.checked(schema, path)
         found: list[Schema] = [
             {name: value for name, value in kept.items() if name not in COMBINED and name not in LATE}
@@ -96,9 +94,7 @@ class SchemaReader:
         return found
 
     def _conditional(self, schema: Schema, path: str) -> list[Schema]:
-        """Return the choices of `if`, `then`, `else`: values valid for `if` and `then`, and values that fail `if` and
-        are valid for `else`.
-        """
+        """Return plain schemas of `if`, `then`, `else`: either `if` and `then` hold, or `if` fails and `else` holds."""
         fails = self._failing(schema["if"], f"{path}/if")
         held = self.choices(schema["if"], f"{path}/if")
         arms = []
@@ -121,7 +117,7 @@ class SchemaReader:
         ]
 
     def _product(self, ones: list[Schema], twos: list[Schema], path: str) -> list[Schema]:
-        """Return plain schemas for the values valid for one of `ones` and one of `twos`; raise EmptyError if there are
+        """Return plain schemas for values valid for one of `ones` and one of `twos`; raise EmptyError if there are
         none.
         """
         return self._merged(ones, twos, path) or _nothing(path)

@@ -1,6 +1,4 @@
-"""JSON strings as grammars: with bounded length, by pattern or by format. What is between the quotes is always valid
-JSON.
-"""
+"""JSON strings as grammars: by length, pattern or format. The text between the quotes is always valid JSON."""
 
 import json
 from collections.abc import Sequence

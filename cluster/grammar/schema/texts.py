@@ -54,9 +54,7 @@ def text_of_schema(schema: Schema, excluded: Sequence[str] = ()) -> Node | Autom
 def _together(
     schema: Schema, required: Sequence[Node], candidates: Sequence[tuple[Node, Node]], least: int, most: int | None
 ) -> Node | Automaton:
-    """Return the automaton of the intersection within the lengths; if that is too large, an expression for a part of
-    it.
-    """
+    """Return the automaton of the intersection within the lengths; if too large, an expression for a part of it."""
     try:
         if max(least, most or 0) <= MOST_COUNTED:
             bounds = [repeat(ALL, least, most)] if (least, most) != (0, None) else []
@@ -188,7 +186,7 @@ def with_lengths(node: Node, least: int, most: int | None) -> Node | None:
 
 
 def at_most(node: Node, most: int) -> Node:
-    """Return a part of the texts of a plain expression that have at most `most` characters: its repetitions share that
+    """Return a part of the texts with at most `most` characters; the repetitions of the expression share that
     length.
     """
     low, high = lengths(node)
