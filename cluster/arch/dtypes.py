@@ -26,8 +26,6 @@ def computed_in(stored: str, dtype: str, device: str, narrow: bool = False) -> s
 
 
 def compute_dtype(arch: TargetArch, dtype: str, device: str, in_c: bool = True) -> str:
-    """Return `computed_in` of a target. `in_c`: a CPU computes with kernels in C, which read narrow weights
-    directly.
-    """
+    """Return `computed_in` of a target. `in_c`: on a CPU the kernels are in C, and read narrow weights directly."""
     auto = dtype == "auto" and device == "cpu" and arch.dtype == "bfloat16"
     return computed_in(arch.dtype, dtype, device, auto and in_c and parameters(arch) >= MANY)

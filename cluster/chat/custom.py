@@ -17,9 +17,7 @@ FIELD = "input"
 
 
 def schema_of_input(pattern: str | None = None) -> dict[str, Any]:
-    """Return the JSON schema of the arguments that hold the text; the regular expression `pattern` matches all of
-    it.
-    """
+    """Return the JSON schema of the arguments that hold the text; `pattern` is a regular expression for all of it."""
     text = {"type": "string"} if pattern is None else {"type": "string", "pattern": pattern}
     return {"type": "object", "properties": {FIELD: text}, "required": [FIELD], "additionalProperties": False}
 

@@ -222,9 +222,7 @@ class _Space:
         return found
 
     def settle(self) -> None:
-        """Split all characters into `letters`, classes that every expression treats alike. Call it after the last
-        `start`.
-        """
+        """Split all characters into `letters`, classes that every expression treats alike; after the last `start`."""
         classes = {state.reads for state in self.states if state.reads is not None}
         borders = {0, SURROGATES[0], SURROGATES[1] + 1, LAST + 1}
         borders.update(border for one in classes for low, high in one.ranges for border in (low, high + 1))

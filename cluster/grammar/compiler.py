@@ -76,8 +76,8 @@ class Compiler:
         self._under_way: dict[Grammar, asyncio.Task[CompileResult]] = {}
 
     async def warm(self) -> None:
-        """Start the process and compile the most common grammars. Errors are ignored; the first request meets them
-        again.
+        """Start the process and compile the most common grammars. Errors are left to the first request, which meets
+        them too.
         """
         for grammar in COMMON:
             with suppress(GrammarError, CompilerError):

@@ -60,7 +60,7 @@ UNSUPPORTED = {
     "(?#": "comments",
     "(?(": "conditions",
 }
-START, END = Ref("^"), Ref("$")  # anchors; they exist only between `read` and `plain`
+START, END = Ref("^"), Ref("$")  # anchors, kept by `read` and removed by `plain`
 
 
 @dataclass(frozen=True, slots=True)

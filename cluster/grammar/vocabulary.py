@@ -22,9 +22,7 @@ BITS_OF_OCTET = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).s
 
 
 def ids_in(row: Row) -> Ids:
-    """Return the tokens that a mask allows, in order. The cost grows with the mask's nonzero words, not the
-    vocabulary.
-    """
+    """Return the tokens that a mask allows, in order. The cost grows with the mask's nonzero words only."""
     words = np.flatnonzero(row)
     at = np.flatnonzero(np.unpackbits(row[words].view(np.uint8), bitorder="little"))
     return words[at // WORD_BITS] * WORD_BITS + at % WORD_BITS

@@ -127,7 +127,7 @@ class DraftSpec:
         return name
 
     def ignored(self, runner: int = 0) -> tuple[str, ...]:
-        """Return patterns of stored tensors that a runner does not use: the target's, other runners', or unused
+        """Return patterns of stored tensors that a runner does not use: the target's, other runners' and unused
         ones.
         """
         if self.runners == 1:

@@ -21,9 +21,7 @@ DEFAULTS = {
 
 
 def glm4_moe(given: ConfigKeys) -> TargetArch:
-    """Return the target of `Glm4MoeForCausalLM`: q, k, v may have biases, the output not. Extra layers are MTP
-    drafts.
-    """
+    """Return the target of `Glm4MoeForCausalLM`: q, k, v may have biases. Extra layers are separate MTP drafts."""
     keys = given.over(DEFAULTS)
     count = keys.integer("num_hidden_layers")
     dense = replace(geometry_of(keys, partial=True), out_bias=False, qk_norm=keys.flag("use_qk_norm"))

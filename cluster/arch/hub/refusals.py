@@ -134,9 +134,7 @@ def no_room(model: HubModel, needed: int, free: int, folder: Path) -> ConfigErro
 
 
 def damaged(model: HubModel, wrong: dict[str, tuple[str, str]]) -> ConfigError:
-    """Return the error for downloads whose hash differs from the hub's; `wrong` maps names to (found, listed)
-    hashes.
-    """
+    """Return the error for downloads with wrong hashes; `wrong` maps a file name to the (found, listed) hashes."""
     files = "; ".join(f"{name} has hash {found}, and {listed} is listed" for name, (found, listed) in wrong.items())
     return ConfigError(
         f"{model.shown} from {constants.ENDPOINT} arrived damaged: {files}. What is damaged has been removed; start "

@@ -21,9 +21,7 @@ RENAMES = (
 
 
 def normal_name(name: str) -> str:
-    """Return a name without producer's variants: no `model.`, `midlayer` as `layers.0`, old aux norms as
-    `fc_norm.i`.
-    """
+    """Return a common name: no `model.` prefix, `midlayer` as `layers.0`, legacy aux norms as `fc_norm.i`."""
     for pattern, replacement in RENAMES:
         name = pattern.sub(replacement, name)
     return name

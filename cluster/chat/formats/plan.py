@@ -118,9 +118,7 @@ class ChatFormat(Protocol):
 
     @property
     def special(self) -> tuple[str, ...]:
-        """Texts that the reader must see in an answer, and that are special tokens in some of the family's
-        tokenizers.
-        """
+        """Texts that the reader must see in an answer; some of the family's tokenizers have them as special tokens."""
         ...
 
     @property

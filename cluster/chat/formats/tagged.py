@@ -55,9 +55,7 @@ def tagged_arguments(mark: Callable[[str], tuple[str, str]]) -> Callable[[Mappin
 
 
 def _value(schema: Any, root: Mapping[str, Any], end: str) -> Form:
-    """Return a value's grammar: a string without quotes up to the mark `end`, or JSON; any text if the schema is
-    empty.
-    """
+    """Return a value's grammar: a string without quotes up to the mark `end`, or JSON; any text without a schema."""
     if schema is True or schema == {}:
         return {"type": "any_text", "excludes": [end]}
     if isinstance(schema, Mapping):

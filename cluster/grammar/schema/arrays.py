@@ -70,9 +70,7 @@ def items_of(
 
 
 def _set_of(rules: Rules, schema: Schema, choices: list[Schema], least: int, most: int | None) -> Node:
-    """Return an array of different values that the schema names; more than `ANY_ORDER` values keep the schema's
-    order.
-    """
+    """Return an array of distinct values named by the schema; more than `ANY_ORDER` values keep the schema's order."""
     named = [_values(choice) for choice in choices]
     if "prefixItems" in schema or None in named:
         raise GrammarError(

@@ -67,9 +67,7 @@ class EmptyError(GrammarError):
 
 
 def finite(schema: Schema) -> list[Any] | None:
-    """Return the values that a plain schema names with const and enum, if its type allows them; None if it names
-    none.
-    """
+    """Return the values of const and enum that a plain schema's type allows; None if it has neither keyword."""
     named = [[schema["const"]]] if "const" in schema else []
     if "enum" in schema:
         if not isinstance(schema["enum"], list) or not schema["enum"]:
@@ -154,9 +152,7 @@ def is_never(schema: Any) -> bool:
 
 
 def modern(schema: Schema, path: str) -> Schema:
-    """Convert a schema of an older draft or OpenAPI 3.0 to 2020-12: `items` lists, Boolean exclusive bounds,
-    `nullable`.
-    """
+    """Convert a schema of an older draft or OpenAPI 3.0 to 2020-12: `items`, `nullable`, Boolean exclusive bounds."""
     found = dict(schema)
     if isinstance(found.get("items"), list):
         if "prefixItems" in found:

@@ -117,7 +117,7 @@ class SchemaReader:
         ]
 
     def _product(self, ones: list[Schema], twos: list[Schema], path: str) -> list[Schema]:
-        """Return plain schemas for values valid for one of `ones` and one of `twos`; raise EmptyError if there are
+        """Return plain schemas for values valid for one of `ones` and one of `twos`. Raises EmptyError if there are
         none.
         """
         return self._merged(ones, twos, path) or _nothing(path)

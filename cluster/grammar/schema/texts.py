@@ -186,9 +186,7 @@ def with_lengths(node: Node, least: int, most: int | None) -> Node | None:
 
 
 def at_most(node: Node, most: int) -> Node:
-    """Return a part of the texts with at most `most` characters; the repetitions of the expression share that
-    length.
-    """
+    """Return some of the texts with at most `most` characters: the expression's repetitions share that length."""
     low, high = lengths(node)
     if low > most:
         return NOTHING
