@@ -37,7 +37,7 @@ def member(text: str, name: str, schema: Mapping[str, Any]) -> str:
 
 
 def _kinds(schema: Any, root: Mapping[str, Any], deepest: int) -> set[str] | None:
-    """Return the types that a schema allows, as far as it tells; None: any."""
+    """Return the types that a schema states; None: any type."""
     if not isinstance(schema, Mapping) or not deepest:
         return None
     if isinstance(reference := schema.get("$ref"), str):

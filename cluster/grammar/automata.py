@@ -58,8 +58,7 @@ def intersection(required: Sequence[Node], most: int = MAX_STATES) -> Automaton 
 def includes(outer: Sequence[Node], inner: Node) -> bool:
     """Whether every text that matches `inner` matches all of `outer`. Also False if the test is too expensive."""
     space = _Space()
-    # `inner` is included if and only if "inner and not outer" accepts no text. Search its derivatives for an accepting
-    # one.
+    # `inner` is included exactly if "inner and not outer" accepts no text: search its derivatives for an accepting one.
     start = _all([space.start(inner), _not(_all([space.start(node) for node in outer]))])
     space.settle()
     seen, waiting = {start}, [start]
@@ -274,7 +273,7 @@ class _Space:
         self.settle()
         numbers, order = {start: 0}, [start]
         steps: list[dict[int, int]] = []
-        for formula in order:  # grows as it is gone through
+        for formula in order:  # `order` grows during this loop
             found = {}
             for letter in range(len(self.letters)):
                 after = self.derivative(formula, letter)
@@ -347,7 +346,7 @@ def restricted(
     places = {code: at for at, code in enumerate(letters)}
     numbers, order = {(0, start): 0}, [(0, start)]
     steps: list[dict[int, int]] = []
-    for state, inner in order:  # grows as it is gone through
+    for state, inner in order:  # `order` grows during this loop
         found = {}
         for to, read in automaton.steps[state].items():
             for code in codes(read):

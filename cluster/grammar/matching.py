@@ -186,6 +186,8 @@ class TextMatcher:
         while rest is not None and len(found) < most and self._goes_on([*rest, *found]):
             self.fill([*path, *found], self._row)
             words = np.flatnonzero(self._row)
+            # Exactly one bit in the whole mask: one allowed token. The mask with 2**32 - 1 reads the int32 word as
+            # unsigned.
             word = int(self._row[words[0]]) & (2**WORD_BITS - 1) if len(words) == 1 else 0
             if word.bit_count() != 1:
                 break

@@ -85,7 +85,7 @@ def finite(schema: Schema) -> list[Any] | None:
 
 
 def spelled(value: Any) -> str:
-    """Return a spelling that is the same for equal values only: 1 and 1.0 share one, true and 1 do not."""
+    """Return a spelling that only equal values share: 1 and 1.0 have the same, true and 1 have different ones."""
     if isinstance(value, dict):
         return "{" + ",".join(f"{name!r}:{spelled(value[name])}" for name in sorted(value)) + "}"
     if isinstance(value, list):
