@@ -77,8 +77,7 @@ def resolve_models(config: EngineConfig) -> ResolvedModels:
 
 
 def check_models(config: EngineConfig) -> ResolvedModels:
-    """Return the models that the settings name, after checking that heads, MLPs and experts can be split over the
-    ranks.
+    """Return the models that the settings name; heads, MLPs and experts are checked to split over the ranks.
 
     Raises:
         ConfigError: a check failed; the message names the setting and the remedy.
@@ -95,8 +94,7 @@ def check_models(config: EngineConfig) -> ResolvedModels:
 
 
 def check_heads(geometry: LayerGeometry, ranks: int) -> None:
-    """Raise if attention cannot be split over `ranks` ranks. If there are fewer KV heads than ranks, they are
-    replicated.
+    """Raise if attention cannot be split over `ranks` ranks. KV heads are replicated if there are fewer than ranks.
 
     Raises:
         ConfigError: the heads cannot be divided; the message gives both numbers.

@@ -127,9 +127,7 @@ class DraftSpec:
         return name
 
     def ignored(self, runner: int = 0) -> tuple[str, ...]:
-        """Return patterns of stored tensors that a runner does not use: the target's, other runners' and unused
-        ones.
-        """
+        """Return patterns of stored tensors that a runner does not use: of the target, of other runners, or unused."""
         if self.runners == 1:
             return self.ignored_patterns
         others = "|".join(str(self.first_index + i) for i in range(self.runners) if i != runner)

@@ -1,7 +1,7 @@
 """FR-Spec's token map (arXiv 2502.14856): the ids that a draft ranks with the target's own head, read from a file.
 
-The file is a JSON list of ids, or safetensors with one tensor of ids; never a pickle. Also checks a map inside a
-draft's checkpoint for doubts.
+The file is a JSON list of ids, or safetensors with one tensor of ids; never a pickle. `map_doubts` checks the map that
+a draft's checkpoint holds itself.
 """
 
 import json

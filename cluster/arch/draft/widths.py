@@ -38,10 +38,8 @@ def layer_count(folder: str, keys: ConfigKeys, shapes: Shapes) -> int:
 def draft_geometry(
     folder: str, keys: ConfigKeys, shapes: Shapes, prefix: str = "layers.0", partial: bool = False
 ) -> LayerGeometry:
-    """Return a layer's sizes: heads from the config, head_dim from `q_proj` if the config has none, biases from
-    tensors.
-
-    `partial`: the format may rotate only a part of each head.
+    """Return a layer's sizes. Heads come from the config, head_dim from `q_proj` if the config has none, biases from
+    tensors. `partial`: the format may rotate only a part of each head.
 
     Raises:
         ConfigError: config and tensors disagree on a bias.

@@ -158,7 +158,7 @@ class MarkedFormat:
     thought_field: str = "reasoning_content"
 
     def reads(self, tools: bool, prompted: Prompted) -> bool:
-        """Implement `ChatFormat.reads`: False once the prompt has ended the reasoning and no tools may be called."""
+        """Implement `ChatFormat.reads`: calls may come with `tools`, reasoning unless the prompt has ended it."""
         return (tools and self.calling is not None) or (self.thinking is not None and not self._state(prompted)[1])
 
     def reader(self, tools: Tools | None, split: bool, prompted: Prompted) -> AnswerReader:
