@@ -1,4 +1,4 @@
-"""How the makers of a model would have it sampled, as its generation_config.json says."""
+"""The sampling defaults that a model's authors recommend in generation_config.json."""
 
 from pathlib import Path
 
@@ -12,14 +12,14 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "min_p": (0.0, 1.0),
     "repetition_penalty": (0.01, 100.0),
 }
-"""The numbers that are read, and between which they lie; vLLM and SGLang read the same."""
+"""The values that are read, and their bounds; vLLM and SGLang read the same ones."""
 
 
 def sampling_defaults(folder: str) -> dict[str, float]:
-    """What a request that leaves these out gets; nothing where the folder names none.
+    """Return the values for requests that leave them out; empty if the folder names none.
 
     Raises:
-        ConfigError: one is no number, or out of bounds.
+        ConfigError: a value is not a number, or out of bounds.
     """
     if not (Path(folder) / "generation_config.json").is_file():
         return {}

@@ -1,4 +1,4 @@
-"""Reads a checkpoint's `config.json`, with errors that name the file and the key."""
+"""Typed access to a checkpoint's `config.json`, with errors that name the file and the key."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,10 +11,10 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def read_json(folder: str, name: str) -> dict[str, Any]:
-    """One JSON object of a checkpoint folder.
+    """Return the JSON object in one file of a checkpoint folder.
 
     Raises:
-        ConfigError: the folder or file is missing or cannot be read, or does not hold a JSON object.
+        ConfigError: the folder or file is missing or unreadable, or does not hold a JSON object.
     """
     path = Path(folder) / name
     check_folder(folder)
@@ -32,10 +32,10 @@ def read_json(folder: str, name: str) -> dict[str, Any]:
 
 
 def check_folder(folder: str) -> None:
-    """Refuse what is no folder.
+    """Raise unless `folder` is an existing folder.
 
     Raises:
-        ConfigError: saying what to give instead.
+        ConfigError: the message says what to give instead.
     """
     if Path(folder).is_file():
         raise ConfigError(f"model folder {folder!r} is a file; give the folder that holds config.json and safetensors")
@@ -47,7 +47,7 @@ def check_folder(folder: str) -> None:
 
 
 def _what_it_is(folder: Path) -> str:
-    """What to give in place of a folder without a config."""
+    """Return what to give instead of a folder without a config."""
     snapshots = sorted(str(each) for each in folder.glob("snapshots/*") if each.is_dir())
     if snapshots:
         return f"this is a cache of the Hugging Face hub: give the folder of a revision in it, as {snapshots[-1]!r}"
@@ -59,18 +59,18 @@ def _what_it_is(folder: Path) -> str:
 
 
 class ConfigKeys:
-    """Typed access to a config's keys; null counts as missing, and every error names the file and the key."""
+    """Typed access to a config's keys. A null value counts as missing; every error names the file and the key."""
 
     def __init__(self, data: Mapping[str, Any], where: str, file: str = "config.json") -> None:
         self.data, self.where, self.file = data, where, file
 
     def over(self, defaults: Mapping[str, Any]) -> "ConfigKeys":
-        """The same keys with `defaults` for those that are missing."""
+        """Return the same keys, with `defaults` for missing ones."""
         given = {key: value for key, value in self.data.items() if value is not None}
         return ConfigKeys({**defaults, **given}, self.where, self.file)
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """A positive integer."""
+        """Return a positive integer."""
         value = self.data.get(key)
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -78,7 +78,7 @@ class ConfigKeys:
         return value
 
     def number(self, key: str, default: float) -> float:
-        """A positive number."""
+        """Return a positive number."""
         value = self.data.get(key)
         value = default if value is None else value
         if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
@@ -86,7 +86,7 @@ class ConfigKeys:
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """True or false."""
+        """Return true or false."""
         value = self.data.get(key)
         value = default if value is None else value
         if not isinstance(value, bool):
@@ -94,14 +94,14 @@ class ConfigKeys:
         return value
 
     def section(self, key: str) -> "ConfigKeys":
-        """A nested object; an empty one where the key is missing."""
+        """Return a nested object; an empty one if the key is missing."""
         value = self.data.get(key) or {}
         if not isinstance(value, Mapping):
             raise ConfigError(f"{self.file} of {self.where!r}: {key} must be an object, got {value!r}")
         return ConfigKeys(value, self.where, self.file)
 
     def numbers(self, key: str) -> list[int] | None:
-        """A list of integers, or None where the key is missing."""
+        """Return a list of integers; None if the key is missing."""
         value = self.data.get(key)
         if value is None or (isinstance(value, list) and all(type(i) is int for i in value)):
             return value
@@ -109,7 +109,7 @@ class ConfigKeys:
 
 
 def family_of(keys: ConfigKeys, known: Sequence[str], what: str) -> str:
-    """The first entry of `architectures` that is in `known`; `what` names the role in the error."""
+    """Return the first entry of `architectures` that is in `known`; `what` names the model's role in the error."""
     names = keys.data.get("architectures") or []
     for name in names:
         if name in known:
@@ -120,6 +120,6 @@ def family_of(keys: ConfigKeys, known: Sequence[str], what: str) -> str:
 
 
 def dtype_of(data: Mapping[str, Any]) -> str:
-    """The name of the dtype that the weights are stored in."""
+    """Return the name of the dtype in which the weights are stored."""
     name = data.get("dtype") or data.get("torch_dtype") or "bfloat16"
     return str(name).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""One decoder layer as plain values: sizes, kind of attention, norms, and the MLP, dense or of experts."""
+"""The geometry of one decoder layer as plain values: sizes, kind of attention, norms, and a dense or MoE MLP."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -15,10 +15,11 @@ PLAIN = Rope(10000.0)
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """Multi-head latent attention (arXiv 2405.04434): k and v of all heads come from one latent of `kv_rank`.
+    """Multi-head latent attention (arXiv 2405.04434): k and v of all heads are computed from one latent of width
+    `kv_rank`.
 
     `q_rank` None: queries are projected directly. `nope` and `rope` are the widths of a head's unrotated and rotated
-    part, `value` that of its output. `eps` belongs to the norms of the latents, which ignore the config's.
+    parts, `value` the width of its output. `eps` is that of the latents' norms, which do not use the config's eps.
     """
 
     q_rank: int | None
@@ -31,14 +32,14 @@ class Latent:
 
 @dataclass(frozen=True, slots=True)
 class Moe:
-    """A mixture of `experts` MLPs of `intermediate` columns, `active` of them per token.
+    """A mixture of `experts` MLPs with `intermediate` columns each; `active` of them are used per token.
 
-    `scoring` is a softmax over all experts, or a sigmoid; `renormalise` divides the chosen ones' weights by their sum;
-    `scale` multiplies them. With `groups` only experts of the best `top_groups` groups can be chosen, and with
-    `correction` a bias on the scores affects the choice but not the weights. `shared` is the width of an MLP that every
-    token takes; `shared_gate` multiplies its output by the sigmoid of a learnt projection of the token.
-    `stacked`: a checkpoint holds all experts in one tensor, gate and up interleaved, with biases. `clamp` (alpha,
-    limit) is the clamped SwiGLU of gpt-oss.
+    `scoring` is a softmax over all experts, or a sigmoid. `renormalise` divides the chosen experts' weights by their
+    sum; `scale` multiplies them. With `groups`, only experts of the best `top_groups` groups can be chosen. With
+    `correction`, a bias on the scores affects the choice but not the weights. `shared` is the width of an MLP that
+    every token uses; `shared_gate` multiplies its output by the sigmoid of a learnt projection of the token. `stacked`:
+    the checkpoint holds all experts in one tensor, gate and up interleaved, with biases. `clamp` (alpha, limit): the
+    clamped SwiGLU of gpt-oss.
     """
 
     experts: int
@@ -59,14 +60,14 @@ class Moe:
 
 @dataclass(frozen=True, slots=True)
 class LayerGeometry:
-    """One decoder layer: attention heads of `head_dim`, and a gated MLP of `intermediate`, or `moe`.
+    """One decoder layer: attention heads of `head_dim`, and a gated MLP of width `intermediate`, or `moe`.
 
-    `attention_bias` belongs to q, k and v, `out_bias` to the output. A row sees `sliding_window` tokens, itself
-    included; None: all. `scale` None is `head_dim ** -0.5`. `sinks`: one learnt logit per head joins the softmax.
-    `qk_norm`: RMSNorm per head before rope. `unit_offset`: norms scale by 1 + weight. `sandwich`: norms after attention
-    and MLP too. `interleaved`: the checkpoint's q and k are made for rope over neighbouring pairs. `gated`: `q_proj`
-    also gives each head a gate, whose sigmoid multiplies the head's attention output (Qwen3-Next).
-    With `latent`, `kv_heads` is 1 and `head_dim` the width of what is cached.
+    `attention_bias` applies to q, k and v, `out_bias` to the output. A row sees the last `sliding_window` tokens,
+    itself included; None: all. `scale` None means `head_dim ** -0.5`. `sinks`: one learnt logit per head joins the
+    softmax. `qk_norm`: RMSNorm per head before rope. `unit_offset`: norms scale by 1 + weight. `sandwich`: norms also
+    after attention and MLP. `interleaved`: the checkpoint's q and k expect rope over neighbouring pairs. `gated`:
+    `q_proj` also yields a gate per head, whose sigmoid multiplies the head's attention output (Qwen3-Next). With
+    `latent`, `kv_heads` is 1 and `head_dim` is the width of the cached entry.
     """
 
     hidden: int
@@ -93,7 +94,7 @@ class LayerGeometry:
 
     @property
     def softmax_scale(self) -> float:
-        """What attention logits are multiplied by."""
+        """The factor that multiplies attention logits."""
         return float(self.head_dim**-0.5) if self.scale is None else self.scale
 
     @property
@@ -103,12 +104,12 @@ class LayerGeometry:
 
     @property
     def coded_cell(self) -> CodedCell:
-        """The same entry in FP8."""
+        """The layout of the same entry in FP8."""
         return CodedCell(self.cell, None if self.latent is None else self.latent.kv_rank)
 
     @property
     def value_dim(self) -> int:
-        """Width of attention's output per head."""
+        """Width of the attention output per head, before latent attention projects it up."""
         return self.head_dim if self.latent is None else self.latent.kv_rank
 
     @property
@@ -118,21 +119,21 @@ class LayerGeometry:
 
     @property
     def mlp_columns(self) -> int:
-        """Width of the layer's narrowest MLP: it cannot be split over more ranks than that."""
+        """Width of the layer's narrowest MLP; the MLP cannot be split over more ranks than that."""
         if self.moe is None:
             return self.intermediate
         return min(self.moe.intermediate, self.moe.shared or self.moe.intermediate)
 
 
 def experts_of(layers: Iterable[LayerGeometry]) -> Moe | None:
-    """The experts of a model's layers, alike in all that have some; None: none has."""
+    """Return the experts of a model's layers, which are the same in all MoE layers; None for a dense model."""
     return next((layer.moe for layer in layers if layer.moe is not None), None)
 
 
 def geometry_of(
     keys: ConfigKeys, activation: Activation = "silu", theta: float = 10000.0, partial: bool = False
 ) -> LayerGeometry:
-    """A layer as the common keys describe it; a family replaces what differs. `theta` and `partial` as in `rope_of`."""
+    """Return a layer from the common keys; a family replaces what differs. `theta` and `partial` as in `rope_of`."""
     hidden, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
     kv_heads = keys.integer("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -167,7 +168,7 @@ def geometry_of(
 
 
 def sliding(keys: ConfigKeys, count: int, default: list[bool]) -> list[bool]:
-    """Which of `count` layers have a sliding window: as `layer_types` says where the config has it, else `default`.
+    """Return which of `count` layers have a sliding window: from `layer_types` if the config has it, else `default`.
 
     Raises:
         ConfigError: the list has another length, or a type that is neither full nor sliding attention.
@@ -187,6 +188,6 @@ def sliding(keys: ConfigKeys, count: int, default: list[bool]) -> list[bool]:
 
 
 def with_sliding_window(layer: LayerGeometry, window: int | None, which: list[bool]) -> tuple[LayerGeometry, ...]:
-    """One copy of `layer` per entry of `which`; those whose entry is true have the sliding window `window`."""
+    """Return one copy of `layer` per entry of `which`; where the entry is true, it has the sliding window `window`."""
     narrow = replace(layer, sliding_window=window)
     return tuple(narrow if small else layer for small in which)

@@ -1,4 +1,4 @@
-"""What a checkpoint's config says of its quantised weights; which tensors are quantised, the tensors tell."""
+"""What a checkpoint's config says about quantised weights. Which tensors are quantised follows from the tensors."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,12 +9,13 @@ from cluster.arch.quantisation_rules import Scheme, SchemeRule, auto_round_rules
 from cluster.config import ConfigError
 
 METHODS = ("fp8", "mxfp4", "compressed-tensors", "modelopt", "awq", "gptq", "auto-round", "fbgemm_fp8")
-# Of compressed-tensors; "mixed-precision" has several of the others.
+# Formats of compressed-tensors; "mixed-precision" combines several of the others.
 FORMATS = ("dense", "pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "mixed-precision")
 # ModelOpt's algorithms, and how many outputs and inputs of a matrix share a scale (see `Scheme.block`).
 MODELOPT = {"FP8": (0, 0), "FP8_PER_CHANNEL_PER_TOKEN": (1, 0), "FP8_PB_WO": (128, 128), "MXFP8": (1, 32)}
-AUTO_ROUND = {"auto_round:auto_gptq": 1, "auto_round:auto_awq": 0}  # AutoRound's packings, and what their zeros lack
-# Where a rotation is part of the weights, and nothing is left to do.
+# AutoRound's packings, and the offset of their stored zero points
+AUTO_ROUND = {"auto_round:auto_gptq": 1, "auto_round:auto_awq": 0}
+# Places where a rotation is already merged into the weights, so nothing has to be done at run time.
 IN_WEIGHTS = (None, "weight_input", "weight_output")
 Packing = Literal["gptq", "awq"]
 NOTHING = Scheme()
@@ -22,11 +23,11 @@ NOTHING = Scheme()
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """What a config says of quantised matrices: `scheme` of those that none of the `rules` names.
+    """The quantisation of a checkpoint by its config: `rules` for single modules, `scheme` for all others.
 
-    `packing` is how an int32 holds codes under the name `qweight`; None: the config does not say. `zero_offset` is what
-    GPTQ's stored zeros lack. `by_activation`: inputs of a group need not be neighbours (GPTQ's `desc_act`), which
-    their `g_idx` tells for sure. `activations`: the config wants activations quantised too.
+    `packing` is how an int32 holds codes under the name `qweight`; None: not stated. `zero_offset` must be added to
+    GPTQ's stored zero points. `by_activation`: the inputs of a group need not be neighbours (GPTQ's `desc_act`); the
+    tensor `g_idx` decides. `activations`: the config also asks for quantised activations.
     """
 
     scheme: Scheme = NOTHING
@@ -37,15 +38,15 @@ class Quantisation:
     activations: bool = False
 
     def of(self, *names: str) -> Scheme:
-        """The scheme of the module that has these `names`; the first rule that fits one of them counts."""
+        """Return the scheme of the module with these `names`: that of the first rule that fits one of them."""
         return next((rule.scheme for rule in self.rules if any(map(rule.fits, names))), self.scheme)
 
 
 def read_quantisation(folder: str) -> Quantisation:
-    """What the config.json of `folder` says; a folder without one says nothing.
+    """Return the quantisation in the config.json of `folder`; the default if there is no such file.
 
     Raises:
-        ConfigError: a method or format that is not served, or a field of the wrong kind.
+        ConfigError: a method or format is not served, or a field has the wrong type.
     """
     if not (Path(folder) / "config.json").is_file():
         return Quantisation()
@@ -53,7 +54,7 @@ def read_quantisation(folder: str) -> Quantisation:
 
 
 def quantisation_of(config: ConfigKeys) -> Quantisation:
-    """What a config says.
+    """Return the quantisation that a config describes.
 
     Raises:
         ConfigError: as `read_quantisation`.
@@ -97,7 +98,7 @@ def _gptq(own: ConfigKeys) -> Quantisation:
 
 
 def _compressed(own: ConfigKeys) -> Quantisation:
-    """What compressed-tensors says."""
+    """Return the quantisation of a compressed-tensors config."""
     _known(own, "format", (None, *FORMATS))
     _known(own.section("sparsity_config"), "format", (None, "dense"))
     groups = own.section("config_groups")
@@ -112,7 +113,7 @@ def _compressed(own: ConfigKeys) -> Quantisation:
 
 
 def _blocks(own: ConfigKeys) -> Scheme:
-    """The `weight_block_size` of DeepSeek's FP8, which is [outputs, inputs]."""
+    """Return the scheme of DeepSeek's FP8: its `weight_block_size` is [outputs, inputs]."""
     size = own.numbers("weight_block_size")
     if size is None:
         return NOTHING
@@ -125,7 +126,7 @@ def _blocks(own: ConfigKeys) -> Scheme:
 
 
 def _groups(own: ConfigKeys) -> Scheme:
-    """The `bits` and `group_size` of AWQ, GPTQ and AutoRound; -1: all inputs of an output are one group."""
+    """Return the scheme of `bits` and `group_size` in AWQ, GPTQ and AutoRound; -1: all inputs form one group."""
     bits = None if own.data.get("bits") is None else own.integer("bits")
     if own.data.get("group_size") == -1:
         return Scheme(bits, (1, 0), "group_size is -1")
@@ -140,7 +141,7 @@ def _sections(keys: ConfigKeys) -> list[ConfigKeys]:
 
 
 def with_whole(shapes: dict[str, tuple[int, ...]], quantisation: Quantisation) -> Shapes:
-    """`shapes`, and those of the matrices that lie in int32, under the names that they would have unquantised."""
+    """Return `shapes`, extended by the unpacked shapes of matrices packed in int32, under their unquantised names."""
     whole = dict(shapes)
     for name, shape in shapes.items():
         stem = name.removesuffix(".weight_packed").removesuffix(".qweight")
@@ -151,7 +152,8 @@ def with_whole(shapes: dict[str, tuple[int, ...]], quantisation: Quantisation) -
         if name.endswith(".weight_packed"):
             whole[f"{stem}.weight"] = shape[0], shape[1] * lot
         elif len(scales) == 2:
-            inputs = shape[0] * lot if shape[1] == scales[1] else shape[0]  # GPTQ; AWQ
+            # GPTQ packs along the inputs, AWQ along the outputs
+            inputs = shape[0] * lot if shape[1] == scales[1] else shape[0]
             whole[f"{stem}.weight"] = scales[1], inputs
     return whole
 

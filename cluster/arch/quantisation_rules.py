@@ -1,4 +1,4 @@
-"""Which part of a quantised checkpoint's config is about which matrix: its bits, and what shares a scale."""
+"""The rules in a quantised checkpoint's config that assign bits and scale blocks to matrices."""
 
 import re
 from collections.abc import Callable
@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from cluster.arch.keys import ConfigKeys
 from cluster.config import ConfigError
 
-PATTERN = re.compile(r"[*+?^$()\[\]{}|\\]")  # AutoRound takes a name with one of these for a regular expression
+# AutoRound treats a name with one of these characters as a regular expression
+PATTERN = re.compile(r"[*+?^$()\[\]{}|\\]")
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """What a config says of one matrix; None: it does not say.
+    """How one matrix is quantised, by the config; None where the config does not say.
 
-    `bits` are those of a code. `block` is how many outputs and how many inputs share a scale, 0: all of them. So (0, 0)
-    is a scale for the matrix, (1, 0) one for each output, (1, g) one for each group of g inputs of an output. `said` is
-    the field that says so and its value, "group_size is 128", for messages.
+    `bits` is the size of a code. `block` is how many outputs and how many inputs share a scale; 0 means all. So (0, 0)
+    is one scale for the matrix, (1, 0) one per output, (1, g) one per group of g inputs of an output. `said` is the
+    field and value that state this, such as "group_size is 128", for messages.
     """
 
     bits: int | None = None
@@ -26,18 +27,18 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class SchemeRule:
-    """The `scheme` of modules whose name `fits`."""
+    """The `scheme` of modules for whose name `fits` returns a true value."""
 
     fits: Callable[[str], object]
     scheme: Scheme
 
 
 def gptq_rules(dynamic: ConfigKeys, common: Scheme) -> tuple[SchemeRule, ...]:
-    """The rules of GPTQ's `dynamic`, in order: a pattern that begins a module's name, "+:" or nothing before it, has
-    values of its own. Modules of "-:" are not quantised.
+    """Return the rules of GPTQ's `dynamic`, in order. A key is a pattern for the beginning of a module's name, with an
+    optional "+:" before it, and gives values of its own; modules that match a "-:" pattern are not quantised.
 
     Raises:
-        ConfigError: a pattern is no regular expression, or a value is of the wrong kind.
+        ConfigError: a pattern is not a regular expression, or a value has the wrong type.
     """
     rules = []
     for key in dynamic.data:
@@ -48,7 +49,7 @@ def gptq_rules(dynamic: ConfigKeys, common: Scheme) -> tuple[SchemeRule, ...]:
 
 
 def auto_round_rules(extra: ConfigKeys, common: Scheme) -> tuple[SchemeRule, ...]:
-    """The rules of AutoRound's `extra_config`: names of modules first, then patterns found in names.
+    """Return the rules of AutoRound's `extra_config`: exact module names first, then patterns searched in names.
 
     Raises:
         ConfigError: as `gptq_rules`.
@@ -63,13 +64,15 @@ def auto_round_rules(extra: ConfigKeys, common: Scheme) -> tuple[SchemeRule, ...
 
 
 def compressed_rules(groups: ConfigKeys) -> tuple[Scheme, tuple[SchemeRule, ...]]:
-    """The rules of compressed-tensors' `config_groups`: targets that are names first, then patterns ("re:"). The scheme
-    of all other modules is that of the first group whose target is the class "Linear".
+    """Return the scheme of all other modules, and the rules of compressed-tensors' `config_groups`: exact names first,
+    then patterns ("re:"). All other modules have the scheme of the first group without targets or with the target
+    "Linear".
 
     Raises:
         ConfigError: as `gptq_rules`.
     """
     rest, exact, matched = Scheme(), list[SchemeRule](), list[SchemeRule]()
+    # In reverse, so that the first group ends up first in each list and last to set `rest`.
     for name in reversed(list(groups.data)):
         group = groups.section(name)
         scheme = _compressed(group.section("weights"), f"config_groups.{name}.weights.")
@@ -88,7 +91,7 @@ def compressed_rules(groups: ConfigKeys) -> tuple[Scheme, tuple[SchemeRule, ...]
 
 
 def _compressed(weights: ConfigKeys, field: str) -> Scheme:
-    """The `weights` of one group; a strategy that is not known says nothing."""
+    """Return the scheme of one group's `weights`; an unknown strategy gives no block."""
     bits = weights.integer("num_bits") if weights.data.get("num_bits") is not None else None
     strategy, size = weights.data.get("strategy"), weights.data.get("group_size")
     said = f"{field}strategy is {strategy}"
@@ -109,7 +112,7 @@ def _compressed(weights: ConfigKeys, field: str) -> Scheme:
 
 
 def _over(common: Scheme, own: ConfigKeys, field: str) -> Scheme:
-    """`common`, with the `bits` and the `group_size` of a rule's `own` values."""
+    """Return `common` with the `bits` and `group_size` of a rule's `own` values."""
     bits = own.integer("bits") if own.data.get("bits") is not None else common.bits
     if (size := own.data.get("group_size")) is None:
         return Scheme(bits, common.block, common.said)

@@ -1,4 +1,4 @@
-"""Which family a checkpoint folder holds: the one table of target families, and the families refused by name."""
+"""Reads a target from a checkpoint folder: the table of target families, and the families that are refused by name."""
 
 from collections.abc import Callable
 from functools import partial
@@ -35,7 +35,7 @@ FAMILIES: dict[str, Callable[[ConfigKeys], TargetArch]] = {
     **{name: partial(wrapped, wrapper=name) for name in WRAPPERS},
 }
 TARGET_FAMILIES = tuple(FAMILIES)
-# Parts of the names of architectures whose layers keep a recurrent state beside or instead of KV.
+# Architecture names with one of these parts have layers with recurrent state, which is not served.
 STATEFUL = (
     "Mamba",
     "Qwen3Next",
@@ -64,7 +64,7 @@ ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 
 
 def _refuse_original(folder: str) -> None:
-    """Refuse Llama's own format, whose params.json is not Mistral's."""
+    """Refuse Llama's original format, which also has a params.json."""
     if any(Path(folder).glob("consolidated.*.pth")):
         raise ConfigError(
             f"{folder!r} holds Llama's own format (consolidated.*.pth), which is not read; give the folder of the same "
@@ -73,7 +73,7 @@ def _refuse_original(folder: str) -> None:
 
 
 def is_native(folder: str) -> bool:
-    """Whether to read Mistral's own format: the folder has params.json and no complete Hugging Face checkpoint."""
+    """Whether the folder has Mistral's own format: a params.json and no complete Hugging Face checkpoint."""
     root = Path(folder)
     if not (root / "params.json").is_file():
         return False
@@ -82,10 +82,10 @@ def is_native(folder: str) -> bool:
 
 
 def read_target(folder: str) -> TargetArch:
-    """The target in `folder`, from config.json and generation_config.json, or from params.json.
+    """Return the target in `folder`, read from config.json and generation_config.json, or from params.json.
 
     Raises:
-        ConfigError: no config, or a family or feature that is not served, named.
+        ConfigError: there is no config, or it has a family or feature that is not served; the message names it.
     """
     if is_native(folder):
         _refuse_original(folder)
@@ -107,12 +107,12 @@ def read_target(folder: str) -> TargetArch:
 
 
 def outline(folder: str) -> TargetArch | None:
-    """What a draft must know of a target whose layers keep a recurrent state (width, vocabulary, number of layers).
+    """Return what a draft must know (width, vocabulary, number of layers) of a target with recurrent-state layers.
 
     Such a target is recognised but not served. None for any other folder.
 
     Raises:
-        ConfigError: the config lacks one of these.
+        ConfigError: the config lacks one of these values.
     """
     if is_native(folder):
         return None

@@ -1,6 +1,6 @@
-"""What a run is made of, resolved once from its settings and the headers of its checkpoints, and passed down.
+"""The models of a run, resolved once from its settings and the headers of its checkpoints.
 
-No weights are loaded. Resolving checks that the models fit each other; `check_models`, which `aerie serve` calls before
+No weights are loaded. Resolving checks that the models fit each other. `check_models`, which `aerie serve` calls before
 it starts any process, also checks that they can be split over the ranks.
 """
 
@@ -20,10 +20,10 @@ from cluster.config.tree_shape import DEFAULT_NUM_STEPS, TreeShape, tree_shape
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModels:
-    """The target, its draft and the shape of the draft's tree; decoding is plain without a draft.
+    """The target, its draft and the shape of the draft's tree. Without a draft, decoding is plain.
 
-    `config` holds the settings, completed with what the draft's folder decides; `sample` is the recorded output in that
-    folder (`draft_sample.json`), if there is one.
+    `config` holds the settings, completed by values that follow from the draft. `sample` is the recorded output in the
+    draft's folder (`draft_sample.json`), or None.
     """
 
     config: EngineConfig
@@ -34,12 +34,12 @@ class ResolvedModels:
 
     @property
     def draft_is_sharded(self) -> bool:
-        """Whether the ranks of a gang hold a part of the draft each, as they do of the target."""
+        """Whether each rank of a gang holds only a part of the draft, as it does of the target."""
         return self.config.speculative_draft_parallel == "sharded"
 
     @property
     def experts(self) -> tuple[Moe | None, Moe | None]:
-        """Those of the target's and of the draft's layers; None: there are none."""
+        """The experts of the target and of the draft; None for a model without experts."""
         of_draft = () if self.draft is None else (layer.geometry for layer in self.draft.layers)
         return experts_of(self.target.layers), experts_of(of_draft)
 
@@ -50,11 +50,11 @@ class ResolvedModels:
 
 
 def resolve_models(config: EngineConfig) -> ResolvedModels:
-    """The models that the settings name.
+    """Return the models that the settings name.
 
     Raises:
-        ConfigError: a folder that holds no model served here, a draft that does not fit the target, a tree that the
-            draft cannot fill, a `speculative_algorithm` that is not the draft's, or a malformed sample.
+        ConfigError: a folder holds no model served here, the draft does not fit the target, the draft cannot fill the
+            tree, `speculative_algorithm` is not the draft's, or the sample is malformed.
     """
     target, folder = read_target(config.model_path), config.speculative_draft_model_path
     if folder is None:
@@ -77,10 +77,10 @@ def resolve_models(config: EngineConfig) -> ResolvedModels:
 
 
 def check_models(config: EngineConfig) -> ResolvedModels:
-    """The models that the settings name, also checked to split over the ranks: their heads, MLPs and experts.
+    """Return the models that the settings name; heads, MLPs and experts are checked to split over the ranks.
 
     Raises:
-        ConfigError: naming the setting and the remedy.
+        ConfigError: a check failed; the message names the setting and the remedy.
     """
     models = resolve_models(config)
     check_tensors(config.model_path, models.target)
@@ -94,7 +94,7 @@ def check_models(config: EngineConfig) -> ResolvedModels:
 
 
 def check_heads(geometry: LayerGeometry, ranks: int) -> None:
-    """Refuse attention that cannot be split over `ranks` ranks; fewer KV heads than ranks are replicated.
+    """Raise if attention cannot be split over `ranks` ranks. KV heads are replicated if there are fewer than ranks.
 
     Raises:
         ConfigError: the heads cannot be divided; the message gives both numbers.
@@ -108,10 +108,10 @@ def check_heads(geometry: LayerGeometry, ranks: int) -> None:
 
 
 def check_parts(ep_size: int, *models: Moe | None) -> None:
-    """Refuse `ep_size` parts of the experts of these models, None for one without, where some part has nothing.
+    """Raise if some of the `ep_size` expert-parallel parts would hold no expert. A model is None if it has no experts.
 
     Raises:
-        ConfigError: saying which `ep_size` would do.
+        ConfigError: the message says which `ep_size` is possible.
     """
     fewest = min((moe.experts for moe in models if moe is not None), default=1)
     if fewest == 1 < ep_size:
@@ -121,7 +121,7 @@ def check_parts(ep_size: int, *models: Moe | None) -> None:
 
 
 def _settled(config: EngineConfig, draft: DraftSpec) -> EngineConfig:
-    """The settings with the draft's algorithm, and, where no depth is set, one that its MTP layers can draft."""
+    """Return the settings with the draft's algorithm and, if no depth is set, a depth that its MTP layers can draft."""
     given = config.speculative_algorithm
     fits = ("NEXTN", "EAGLE") if draft.kind == "mtp" else (draft.algorithm,)
     if given is not None and given not in fits:

@@ -1,4 +1,4 @@
-"""Rotary embeddings as configs describe them: base, scaling, and what scaling does to the softmax."""
+"""Rotary embeddings as configs describe them: base, scaling, and the effect of scaling on the softmax."""
 
 import math
 from collections.abc import Mapping
@@ -14,9 +14,9 @@ KINDS = ("default", "dynamic", "linear", "llama3", "yarn")
 class Yarn(NamedTuple):
     """YaRN (arXiv 2309.00071): frequencies that turn less than `beta_slow` times over `length` are divided by `factor`.
 
-    Those that turn more than `beta_fast` times are kept, those between are blended. `length` is the original context
-    length; `attention` multiplies cos and sin, and has been multiplied by a config's `attn_factor` (vLLM's and SGLang's
-    reading; `transformers` knows no such key); `truncate` rounds the blended range to whole dimensions.
+    Frequencies that turn more than `beta_fast` times are kept; those in between are blended. `length` is the original
+    context length. `attention` multiplies cos and sin, and includes a config's `attn_factor` (as in vLLM and SGLang;
+    `transformers` has no such key). `truncate` rounds the blended range to whole dimensions.
     """
 
     factor: float
@@ -29,11 +29,11 @@ class Yarn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary embedding in the half-split (neox) layout.
+    """Rotary embedding in the half-split (neox) layout, with at most one kind of scaling.
 
-    At most one scaling: `llama3` holds (factor, low, high, original length); `linear` divides every frequency;
-    `dynamic` holds (factor, length): from position `length` on, frequencies fall with the position, as `transformers`
-    computes them for a text that ends there. `partial`: the share of a head, its first dimensions, that is rotated.
+    `llama3` is (factor, low, high, original length). `linear` divides every frequency. `dynamic` is (factor, length):
+    from position `length` on, frequencies decrease with the position, as `transformers` computes them for a text that
+    ends there. `partial`: the share of a head's dimensions, its first ones, that is rotated.
     """
 
     theta: float
@@ -44,10 +44,10 @@ class Rope:
     dynamic: tuple[float, int] | None = None
 
     def longest(self, positions: int) -> int:
-        """The most positions that texts may have where the config promises `positions`, as in vLLM.
+        """Return the maximum number of positions if the config states `positions`, as in vLLM.
 
-        Linear and dynamic scaling multiply the promise by their factor. YaRN stretches its original length, and configs
-        need not repeat the result.
+        Linear and dynamic scaling multiply that number by their factor. YaRN extends its original length, and configs
+        need not state the result.
         """
         if self.yarn is not None:
             return max(positions, int(self.yarn.factor * self.yarn.length))
@@ -55,15 +55,15 @@ class Rope:
 
 
 def rope_of(keys: ConfigKeys, theta: float = 10000.0, layer_type: str | None = None, partial: bool = False) -> Rope:
-    """The rotary embedding that the config asks for; `theta` is the base where the config has none.
+    """Return the rotary embedding that the config asks for; `theta` is the base if the config has none.
 
-    `layer_type` picks one entry of a config that lists several embeddings by layer type. Old and new spelling are read:
-    `rope_theta` with `rope_scaling`, and `rope_parameters`; where both are there, scaling is as the first says, since
-    that is what users add. `partial`: the family may rotate only a part of each head (`partial_rotary_factor`); for
-    other families that key is refused, because its meaning there is not defined.
+    `layer_type` picks one entry of a config that lists embeddings by layer type. Both spellings are read: `rope_theta`
+    with `rope_scaling`, and `rope_parameters`. With both, `rope_scaling` decides the scaling, since users add that one.
+    `partial`: the family may rotate only a part of each head (`partial_rotary_factor`); in other families the meaning
+    of that key is not defined, so it is refused.
 
     Raises:
-        ConfigError: a scaling or a factor that is not served, or a key that it needs is missing.
+        ConfigError: a scaling or factor is not served, or a key that it needs is missing.
     """
     scaling = scaling_of(keys, layer_type)
     if several := [name for name, given in scaling.data.items() if isinstance(given, Mapping)]:
@@ -91,7 +91,8 @@ def rope_of(keys: ConfigKeys, theta: float = 10000.0, layer_type: str | None = N
     if kind == "yarn":
         length = original_length(keys, layer_type)
         if scaling.data.get("factor") is None and length != longest_of(keys):
-            factor = longest_of(keys) / length  # DeepSeek-V3's way of writing it, read so by `transformers`
+            # how DeepSeek-V3's config implies the factor; `transformers` reads it so too
+            factor = longest_of(keys) / length
         else:
             factor = _required(scaling, kind, "factor")[0]
         both = scaling.data.get("mscale") and scaling.data.get("mscale_all_dim")
@@ -119,7 +120,7 @@ def rope_of(keys: ConfigKeys, theta: float = 10000.0, layer_type: str | None = N
 
 
 def scaling_of(keys: ConfigKeys, layer_type: str | None = None) -> ConfigKeys:
-    """What the config says of scaling, over what `rope_parameters` has besides; of a layer type where it lists them."""
+    """Return the config's scaling, completed from `rope_parameters`; that of one layer type if listed by type."""
     new, old = keys.section("rope_parameters"), keys.section("rope_scaling")
     if layer_type is not None:
         new, old = (one.section(layer_type) if layer_type in one.data else one for one in (new, old))
@@ -129,7 +130,7 @@ def scaling_of(keys: ConfigKeys, layer_type: str | None = None) -> ConfigKeys:
 
 
 def original_length(keys: ConfigKeys, layer_type: str | None = None) -> int:
-    """The context length that a scaling starts from, resolved as `transformers` does it.
+    """Return the context length that a scaling starts from, by the rules of `transformers`.
 
     A key at the top of the config comes first, unless scaling is listed by layer type; then the scaling's own key; then
     `max_position_embeddings`.
@@ -144,12 +145,12 @@ def original_length(keys: ConfigKeys, layer_type: str | None = None) -> int:
 
 
 def longest_of(keys: ConfigKeys) -> int:
-    """What a config promises as its longest text, before any scaling stretches it."""
+    """Return the maximum text length that a config states, before scaling."""
     return keys.integer("max_position_embeddings", 2048)
 
 
 def mscale(factor: float, weight: float) -> float:
-    """YaRN's magnitude factor of q and k at a scaling of `factor`; attention logits grow by its square."""
+    """Return YaRN's magnitude factor for q and k at a scaling of `factor`; attention logits grow by its square."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

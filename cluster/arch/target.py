@@ -1,4 +1,4 @@
-"""What a target is: layers that may differ, over a vocabulary; read from a checkpoint's config by its family."""
+"""`TargetArch`: a target's layers and vocabulary, which a function per family reads from the checkpoint's config."""
 
 import json
 import re
@@ -15,13 +15,13 @@ from cluster.config import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class TargetArch:
-    """A target: its layers over a vocabulary, how it ends a text, and what its tensors are called.
+    """A target: its layers, its vocabulary, its end tokens, and the names of its tensors.
 
-    `embed_scale` multiplies the embedding's rows, `softcap` bends logits to c * tanh(x / c). `names` turn the names
-    that layers ask for into the checkpoint's, in order, as (pattern, replacement); `query_scaling` (length, beta):
-    queries at position p are multiplied by 1 + beta log(1 + p // length); `ignored` are patterns of stored
-    tensors that the target does not use (a vision tower, an MTP draft). `max_position`: the most tokens of a text, by
-    the config.
+    `embed_scale` multiplies the embedding's rows; `softcap` c maps logits to c * tanh(x / c). `names` are (pattern,
+    replacement) pairs, applied in order, from the names that layers use to the checkpoint's. `ignored` are patterns of
+    stored tensors that the target does not use (a vision tower, an MTP draft). `query_scaling` (length, beta): queries
+    at position p are multiplied by 1 + beta log(1 + p // length). `max_position`: the maximum number of tokens of a
+    text, by the config.
     """
 
     family: str
@@ -39,12 +39,12 @@ class TargetArch:
 
     @property
     def num_layers(self) -> int:
-        """How many decoder layers there are."""
+        """The number of decoder layers."""
         return len(self.layers)
 
     @property
     def layer(self) -> LayerGeometry:
-        """The first layer; all have its width, its heads and its cell in the pool."""
+        """The first layer; all layers have its width, its heads and its cell in the KV pool."""
         return self.layers[0]
 
     @property
@@ -53,17 +53,17 @@ class TargetArch:
         return self.layer.hidden
 
     def stored_name(self, name: str) -> str:
-        """What the checkpoint calls `name`."""
+        """Return the checkpoint's name for the tensor `name`."""
         for pattern, replacement in self.names:
             name = re.sub(pattern, replacement, name)
         return name
 
 
 def target_of(keys: ConfigKeys, family: str, layers: tuple[LayerGeometry, ...], **own: Any) -> TargetArch:
-    """The target of these layers: keys that all configs share are read here, `own` are the family's own values.
+    """Return the target with these layers. Keys common to all configs are read here; `own` are the family's own values.
 
     Raises:
-        ConfigError: layers that cannot share a KV pool, or a config value of the wrong kind.
+        ConfigError: the layers cannot share a KV pool, or a config value has the wrong type.
     """
     if len({(layer.hidden, layer.heads, layer.cell) for layer in layers}) != 1:
         raise ConfigError(f"{keys.file} of {keys.where!r}: layers that differ in heads or widths are not served")
@@ -80,8 +80,8 @@ def target_of(keys: ConfigKeys, family: str, layers: tuple[LayerGeometry, ...], 
 
 
 def end_tokens(folder: str, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """End tokens: all that generation_config.json, config.json and the tokenizer's config name, as often one of them
-    lacks what the model ends its turns with (SGLang takes all three as well).
+    """Return all end tokens that generation_config.json, config.json and the tokenizer's config name. Often one of them
+    lacks the token that ends the model's turns; SGLang takes all three as well.
     """
     found: dict[int, None] = {}
     for data in (_beside(folder, "generation_config.json"), config):
@@ -98,7 +98,7 @@ def _beside(folder: str, name: str) -> dict[str, Any]:
 
 
 def _end_of_tokenizer(folder: str) -> list[int]:
-    """The id of tokenizer_config.json's `eos_token`, which it or tokenizer.json lists among the tokens added."""
+    """Return the id of tokenizer_config.json's `eos_token`, from its own or tokenizer.json's added tokens."""
     given = _beside(folder, "tokenizer_config.json")
     end = given.get("eos_token")
     end = end.get("content") if isinstance(end, Mapping) else end
@@ -115,7 +115,7 @@ def _end_of_tokenizer(folder: str) -> list[int]:
 
 
 def _added_tokens(path: Path) -> list[Any]:
-    """The `added_tokens` of a tokenizer.json, whose vocabulary, megabytes behind them, is not parsed."""
+    """Return the `added_tokens` of a tokenizer.json without parsing the megabytes of vocabulary that follow them."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     start = text.find("[", text.find('"added_tokens"'))
     try:
@@ -126,8 +126,8 @@ def _added_tokens(path: Path) -> list[Any]:
 
 
 def _longest(keys: ConfigKeys, layers: tuple[LayerGeometry, ...]) -> int:
-    """The longest text: what the config promises, as far as scaling stretches it. With dual chunk attention
-    (Qwen2.5-1M) as far as that is plain attention: a chunk less what is local.
+    """Return the maximum text length: what the config states, as extended by rope scaling. With dual chunk attention
+    (Qwen2.5-1M), only the length at which that equals plain attention: a chunk minus its local part.
     """
     longest = max(layer.rope.longest(longest_of(keys)) for layer in layers)
     chunks = keys.section("dual_chunk_attention_config")

@@ -1,1 +1,1 @@
-"""How families write reasoning and tool calls: the text of an output as events, the same for every API."""
+"""Reasoning and tool calls in each model family's format: parses the text of an output into events, for every API."""

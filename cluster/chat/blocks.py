@@ -1,4 +1,4 @@
-"""The two ways in which families write calls: a heading with JSON after it, or marks around every argument."""
+"""The two ways in which families write calls: JSON after a heading, or marks around each argument."""
 
 import json
 import re
@@ -11,16 +11,14 @@ from cluster.chat.values import member
 
 MOST_HEADING = 512  # characters between a trigger and the JSON
 NO_CALL = BlockResult(1)
-"""What begins with a trigger and is none: the text behind the trigger's first character is looked at anew."""
+"""A trigger that begins no call. Its first character becomes text; the text after that is examined again."""
 Calls = Callable[[str, re.Match[str]], Sequence[ToolCallText]]
-"""The calls in a JSON text and its heading; none if it is malformed."""
+"""Returns the calls in a JSON text and its heading; none if the text is malformed."""
 
 
 class JsonBlock:
-    """A heading, a JSON object or list, and marks that may follow it.
-
-    `heading` matches all that stands before the first brace; where it has a group `list`, the value is a list and
-    begins there.
+    """A heading, a JSON object or list, and marks that may follow it. `heading` matches all text before the first
+    brace. If it has a group `list` that matched, the value is a list that begins at that group.
     """
 
     def __init__(self, heading: re.Pattern[str], calls: Calls, closing: Sequence[str]) -> None:
@@ -30,7 +28,7 @@ class JsonBlock:
         self._end: ValueEnd | None = None
 
     def read(self, text: str) -> BlockResult | None:
-        """See `Block`."""
+        """Implement `BlockReader.read`."""
         if self._end is None:
             brace = text.find("{", 0, MOST_HEADING)
             if brace < 0:
@@ -49,37 +47,39 @@ class JsonBlock:
 
 
 def named_call(text: str, fields: Sequence[str]) -> list[ToolCallText]:
-    """The call in an object with a name, and the arguments in one of `fields`; none if it is something else."""
+    """Return the call in an object with a name, and arguments in one of `fields`; none if it has another form."""
     found = members(text)
     name = loaded(found["name"]) if found is not None and "name" in found else None
     if found is None or not isinstance(name, str) or not name:
         return []
     given = next((found[field] for field in fields if field in found), "{}")
     inner = loaded(given)
-    if isinstance(inner, str):  # some write the object as a string
+    if isinstance(inner, str):  # some models write the object as a string
         given = inner
     return [ToolCallText(name, given)] if members(given) is not None else []
 
 
 def named_calls(text: str, fields: Sequence[str]) -> list[ToolCallText]:
-    """The calls in a list of such objects; none if one of them is something else."""
+    """Return the calls in a list of such objects; none if one of them has another form."""
     calls = [named_call(item, fields) for item in items(text) or ()]
     return [call for one in calls for call in one] if all(calls) else []
 
 
 def headed_call(text: str, heading: re.Match[str]) -> list[ToolCallText]:
-    """The call whose name is in its heading; none if the text is no object."""
+    """Return the call whose name is in the heading; none if the text is not an object."""
     return [ToolCallText(heading["name"], text)] if members(text) is not None else []
 
 
 class TaggedBlock:
-    """A call whose arguments stand each between marks of its own.
+    """A call whose arguments are each enclosed in marks.
 
-    `ends` says by its trigger what a block ends with, which may also stand inside a value; `whole` matches a block up
-    to there, and its groups are `name` and `arguments`. `argument` matches one argument, with the groups `key` and
-    `value`; `inner` are the marks around a value. What a value is, the tool's schema says (`cluster.chat.values`). A
-    block whose trigger is not the first of `ends` is one that the model left without it: only a tool's name makes it a
-    call, and what the first ends with may follow.
+    `ends` maps each trigger to the mark that ends its block; that mark may also occur inside a value. `whole` matches a
+    block up to that mark, with the groups `name` and `arguments`. `argument` matches one argument, with the groups
+    `key` and `value`. `inner` are the marks around a value. The tool's schema decides how a value is read
+    (`cluster.chat.values`).
+
+    The first trigger of `ends` is the regular one. With another trigger the model has left the regular one out; then
+    only the name of a known tool makes the block a call, and the regular end mark may follow.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class TaggedBlock:
         self._from = 0
 
     def read(self, text: str) -> BlockResult | None:
-        """See `Block`."""
+        """Implement `BlockReader.read`."""
         first, *others = self._ends
         trigger = next((one for one in others if text.startswith(one)), first)
         end = self._ends[trigger]
@@ -114,7 +114,7 @@ class TaggedBlock:
         return None
 
     def _open(self, body: str) -> bool:
-        """Whether the body ends inside of a value; a value may hold marks of beginnings."""
+        """Whether the body ends inside a value, so that the end mark is part of it. A value may contain begin marks."""
         begin, end = self._inner
         at = 0
         while (at := body.find(begin, at)) >= 0:
@@ -123,7 +123,7 @@ class TaggedBlock:
         return False
 
     def _begins_again(self, body: str) -> bool:
-        """Whether the trigger came once more before any value: the first one was only spoken of."""
+        """Whether the trigger occurs again before any value; then the first one was only mentioned in text."""
         values = body.find(self._inner[0])
         return any(body.find(trigger, 1, values if values >= 0 else None) >= 0 for trigger in self._ends)
 

@@ -1,7 +1,7 @@
 """Custom tools: tools that take one text in place of a JSON object.
 
-Chat templates and formats know only functions, whose arguments are a JSON object. So a custom tool is shown to the
-model as a function with one string, `input`, and the text is taken out of the arguments of its calls.
+Chat templates and formats know only functions, whose arguments are a JSON object. So the model sees a custom tool as a
+function with one string, `input`, and the text is extracted from the arguments of its calls.
 """
 
 import json
@@ -17,19 +17,19 @@ FIELD = "input"
 
 
 def schema_of_input(pattern: str | None = None) -> dict[str, Any]:
-    """The JSON schema of the arguments that carry the text; `pattern` is a regular expression for the whole text."""
+    """Return the JSON schema of the arguments that hold the text; `pattern` is a regular expression for all of it."""
     text = {"type": "string"} if pattern is None else {"type": "string", "pattern": pattern}
     return {"type": "object", "properties": {FIELD: text}, "required": [FIELD], "additionalProperties": False}
 
 
 def arguments_of(text: str) -> str:
-    """The arguments, as JSON, of a call with this text."""
+    """Return the JSON arguments of a call with this text."""
     return json.dumps({FIELD: text}, ensure_ascii=False)
 
 
 def text_of(arguments: str) -> str:
-    """The text in the arguments of a call: the string `input`, or the only string there is. Other arguments, which a
-    model may write where no grammar holds it, are the text as they are.
+    """Return the text in the arguments of a call: the string `input`, or the only member if that is a string. Other
+    arguments, possible when no grammar constrains the model, are returned as they are.
     """
     found = loaded(arguments)
     if isinstance(found, dict):
@@ -40,25 +40,25 @@ def text_of(arguments: str) -> str:
 
 
 class CustomReader:
-    """A reader that tells calls of custom tools with their text in place of their arguments; see `AnswerReader`."""
+    """An `AnswerReader` that reports calls of custom tools with their text in place of their arguments."""
 
     def __init__(self, reader: AnswerReader, names: Collection[str]) -> None:
-        """`names` are the custom tools; `reader` tells all arguments of a call in one event."""
+        """`names` are the custom tools. `reader` must report all arguments of a call in one event."""
         self._reader = reader
         self._names = names
         self._called: set[int] = set()
 
     @property
     def thinks(self) -> bool:
-        """Whether what comes next is thought."""
+        """Whether the next text is reasoning."""
         return self._reader.thinks
 
     def push(self, text: str) -> list[Event]:
-        """The events that this text completes."""
+        """Return the events that this text completes."""
         return self._told(self._reader.push(text))
 
     def finish(self) -> list[Event]:
-        """The rest, at the end of the answer."""
+        """Return the remaining events, at the end of the answer."""
         return self._told(self._reader.finish())
 
     def _told(self, events: Sequence[Event]) -> list[Event]:

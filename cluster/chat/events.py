@@ -1,4 +1,4 @@
-"""What an answer consists of besides its end, in no API's format; every API's answer is made of these."""
+"""The events of an answer, except its end, independent of any API. Every API builds its answer from them."""
 
 from dataclasses import dataclass
 
@@ -12,15 +12,15 @@ class TextPiece:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningPiece:
-    """A piece of what a family that thinks writes before its answer."""
+    """A piece of the reasoning that a model writes before its answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegun:
-    """The model calls a tool: `call` counts the calls of an answer from 0, `call_id` is unique in the conversation.
-    What a `custom` tool is given is a text, not a JSON object.
+    """The model calls a tool. `call` numbers the calls of an answer from 0; `call_id` is unique in the conversation.
+    The input of a `custom` tool is a text, not a JSON object.
     """
 
     call: int
@@ -31,7 +31,7 @@ class CallBegun:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """A piece of the arguments of the call that was begun as `call`: of a JSON text, or of a custom tool's text."""
+    """A piece of the input of call number `call`: of its JSON arguments, or of a custom tool's text."""
 
     call: int
     text: str

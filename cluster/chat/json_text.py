@@ -1,4 +1,4 @@
-"""JSON as the model wrote it: where a value ends while it is still being written, and the parts of one, unchanged."""
+"""JSON text as the model wrote it: finds where a growing value ends, and splits a value into its parts unchanged."""
 
 import json
 import re
@@ -17,7 +17,7 @@ DECODER = JSONDecoder(parse_constant=_refuse)
 
 
 class ValueEnd:
-    """Finds the end of an object or list that grows; each character is looked at once."""
+    """Finds the end of an object or list in a growing text; each character is examined once."""
 
     def __init__(self, start: int) -> None:
         self._at = start
@@ -25,11 +25,11 @@ class ValueEnd:
         self._in_string = False
 
     def find(self, text: str) -> int | None:
-        """The place behind the value's last bracket; None while it is not there. `text` is the last one, or longer."""
+        """Return the index after the value's last bracket, or None. `text` is the previous text, or a longer one."""
         while (mark := MARKS.search(text, self._at)) is not None:
             character = mark[0]
             if character == "\\" and self._in_string and mark.end() == len(text):
-                break  # what is escaped has not come yet
+                break  # the escaped character has not come yet
             self._at = mark.end() + (character == "\\" and self._in_string)
             if character == '"':
                 self._in_string = not self._in_string
@@ -43,7 +43,7 @@ class ValueEnd:
 
 
 def members(text: str) -> dict[str, str] | None:
-    """The texts of an object's members; None if the text is no object. Of members with one name the last one counts."""
+    """Return the text of each member of an object; None if the text is no object. Of equal names the last one wins."""
     found: dict[str, str] = {}
     try:
         at = _after(text, 0, "{")
@@ -65,7 +65,7 @@ def members(text: str) -> dict[str, str] | None:
 
 
 def items(text: str) -> list[str] | None:
-    """The texts of a list's items; None if the text is no list, or an empty one."""
+    """Return the texts of a list's items; None if the text is no list, or an empty one."""
     found = []
     try:
         at = _after(text, 0, "[")
@@ -81,7 +81,7 @@ def items(text: str) -> list[str] | None:
 
 
 def loaded(text: str) -> Any:
-    """The value of a text, or None if it is none (which null is too)."""
+    """Return the value of a JSON text; None if it is invalid (null is None too)."""
     try:
         return json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):

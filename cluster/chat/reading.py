@@ -1,8 +1,9 @@
-"""Reads an answer as it comes: text, thought before it, calls of tools in it. Knows no family; see `formats/`.
+"""Parses an answer while it is generated: its text, the reasoning before it, and the tool calls in it. Independent of
+model families; see `formats/`.
 
-A call is told when it is complete and well formed, all of its arguments at once: only then can nothing that comes later
-take it back. What begins as a call and is none, or is cut off, is text. White space at the border of a thought or a
-call belongs to the format and is left out.
+A call is reported when it is complete and well formed, with all arguments at once, so that no later text can revoke it.
+Text that begins like a call but is malformed or cut off is reported as text. White space next to reasoning or a call
+belongs to the format and is dropped.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,12 +13,12 @@ from typing import Any, Protocol
 from cluster.chat.events import CallArguments, CallBegun, Event, ReasoningPiece, TextPiece
 
 Tools = Mapping[str, Mapping[str, Any]]
-"""The JSON schemas of the arguments, by the name of the tool."""
+"""The JSON schema of each tool's arguments, by the tool's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallText:
-    """A call as it was written; `arguments` are the text of a JSON object."""
+    """A call as the model wrote it; `arguments` is the text of a JSON object."""
 
     name: str
     arguments: str
@@ -25,7 +26,7 @@ class ToolCallText:
 
 @dataclass(frozen=True, slots=True)
 class BlockResult:
-    """What a block is: its calls, none if it is malformed. It ends at `end`; each of `closing` may follow."""
+    """A parsed block, which ends at `end`. `calls` is empty if it is malformed; the marks `closing` may follow it."""
 
     end: int
     calls: Sequence[ToolCallText] = ()
@@ -33,16 +34,16 @@ class BlockResult:
 
 
 class BlockReader(Protocol):
-    """Reads one block, which begins with a trigger and grows."""
+    """Parses one block of calls, which begins with a trigger, while it grows."""
 
     def read(self, text: str) -> BlockResult | None:
-        """What the block is; None while that is open. `text` is the last one, or longer."""
+        """Return the result; None while the block is incomplete. `text` is the previous text, or a longer one."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ThinkingMarks:
-    """How a family marks what it thinks before it answers."""
+    """The marks before and after a family's reasoning."""
 
     begin: str
     end: str
@@ -50,8 +51,8 @@ class ThinkingMarks:
 
 @dataclass(frozen=True, slots=True)
 class CallingMarks:
-    """How a family calls tools: what begins a block of calls, and who reads it. `first`: only where nothing is said
-    yet, perhaps after some of the characters `skipped`.
+    """How a family calls tools: the triggers that begin a block of calls, and a function that makes its reader.
+    `first`: a block may only be at the start of the answer, perhaps after some of the characters `skipped`.
     """
 
     triggers: tuple[str, ...]
@@ -61,31 +62,31 @@ class CallingMarks:
 
 
 class AnswerReader(Protocol):
-    """Turns the text of one answer into events, whatever pieces it comes in."""
+    """Turns the text of one answer, in pieces of any size, into events."""
 
     @property
     def thinks(self) -> bool:
-        """Whether what comes next is thought."""
+        """Whether the next text is reasoning."""
         ...
 
     def push(self, text: str) -> list[Event]:
-        """The events that this text completes."""
+        """Return the events that this text completes."""
         ...
 
     def finish(self) -> list[Event]:
-        """The rest, at the end of the answer."""
+        """Return the remaining events, at the end of the answer."""
         ...
 
 
 class Numbering:
-    """Tells calls as events, and numbers them."""
+    """Numbers calls and turns them into events."""
 
     def __init__(self, new_id: Callable[[], str]) -> None:
         self._new_id = new_id
         self._calls = 0
 
     def events(self, calls: Sequence[ToolCallText]) -> list[Event]:
-        """The events of complete calls."""
+        """Return the events of complete calls."""
         found: list[Event] = []
         for call in calls:
             found += [CallBegun(self._calls, self._new_id(), call.name), CallArguments(self._calls, call.arguments)]
@@ -94,25 +95,25 @@ class Numbering:
 
 
 class BufferedReader:
-    """What readers share: text is held until a step can tell what it is, and a step says which one comes next."""
+    """Base of readers. It holds text until a step can classify it; each step chooses the next one."""
 
     _step: Callable[[bool], list[Event] | None]
-    """Takes held text and gives its events; None if it needs more text. The argument says whether none will come."""
+    """Consume held text and return its events; None if more text is needed. The argument: no more text will come."""
 
     def __init__(self) -> None:
         self._held = ""
 
     def push(self, text: str) -> list[Event]:
-        """The events that this text completes."""
+        """Return the events that this text completes."""
         self._held += text
         return self._all(last=False)
 
     def finish(self) -> list[Event]:
-        """The rest, at the end of the answer."""
+        """Return the remaining events, at the end of the answer."""
         return self._all(last=True)
 
     def _all(self, last: bool) -> list[Event]:
-        """Take steps until one needs more text."""
+        """Run steps until one needs more text."""
         found: list[Event] = []
         while (events := self._step(last)) is not None:
             found += events
@@ -120,10 +121,10 @@ class BufferedReader:
 
 
 class MarkedReader(BufferedReader):
-    """The reader of all families that mark thought and calls in running text.
+    """The reader of all families that mark reasoning and calls in running text.
 
-    `thinking` is None where thought is not told apart, `calling` where no tools may be called; `opened`: the prompt has
-    begun the thought, `closed`: or ended it.
+    `thinking` is None if reasoning is not separated, `calling` is None if no tools may be called. `opened`: the prompt
+    has begun the reasoning. `closed`: the prompt has ended it.
     """
 
     def __init__(
@@ -140,16 +141,16 @@ class MarkedReader(BufferedReader):
         self._thinking, self._calling, self._tools = thinking, calling, tools
         self._numbering = Numbering(new_id)
         self._block: BlockReader | None = None
-        self._lead = 0  # white space that is held before the block
+        self._lead = 0  # length of the white space held before the block
         self._closing: list[str] = []
-        self._fresh = False  # nothing has come since a border, so white space is left out
+        self._fresh = False  # at a border: leading white space is dropped
         self._nothing_said = True
         begins = self._beginning if thinking is not None and not closed else self._said
         self._step = self._thought if thinking is not None and opened else begins
 
     @property
     def thinks(self) -> bool:
-        """Whether what comes next is thought."""
+        """Whether the next text is reasoning."""
         return self._step == self._thought
 
     def _beginning(self, last: bool) -> list[Event] | None:
@@ -194,7 +195,7 @@ class MarkedReader(BufferedReader):
         return self._calling.triggers
 
     def _first(self, at: int, last: bool) -> list[Event] | None:
-        """Whether the answer begins with a trigger."""
+        """Begin a block if the answer starts with a trigger; else treat the rest of the answer as text."""
         assert self._calling is not None
         rest = self._held.lstrip(self._calling.skipped)
         if at >= 0 and at == len(self._held) - len(rest):
@@ -226,7 +227,7 @@ class MarkedReader(BufferedReader):
         return self._numbering.events(read.calls)
 
     def _closed(self, last: bool) -> list[Event] | None:
-        """Pass over what closes the block; if it is cut off, over what there is of it."""
+        """Skip the marks that close the block; at the end of the answer also a mark that is cut off."""
         while self._closing:
             text, end = self._held.lstrip(), self._closing[0]
             if not text.startswith(end) and any(one != text and one.startswith(text) for one in self._closing):
@@ -239,7 +240,7 @@ class MarkedReader(BufferedReader):
         return []
 
     def _skip_space(self) -> bool:
-        """Leave out white space at a border; whether anything else is there."""
+        """Drop white space at a border, and return whether other text follows."""
         self._held = self._held.lstrip()
         self._fresh = not self._held
         return bool(self._held)
@@ -250,7 +251,7 @@ class MarkedReader(BufferedReader):
 
 
 def _settled(text: str, marks: Sequence[str]) -> int:
-    """How much of a text neither begins a mark nor is the white space before one."""
+    """Return how much of a text can be reported: all before a possible mark and the white space that precedes it."""
     if not marks:
         return len(text)
     at = len(text)

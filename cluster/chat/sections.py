@@ -1,4 +1,4 @@
-"""The events of an answer as sections that follow one another: a text, a thought, a call. Some APIs answer in these."""
+"""Groups the events of an answer into consecutive sections: a text, reasoning, a call. Some APIs answer in sections."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ Kind = Literal["said", "thought", "call"]
 
 @dataclass(slots=True)
 class Section:
-    """One section; `index` counts those of an answer from 0. `call_id` and `name` are a call's."""
+    """One section; `index` numbers the sections of an answer from 0. `call_id` and `name` are set for a call only."""
 
     index: int
     kind: Kind
@@ -21,20 +21,20 @@ class Section:
 
     @property
     def text(self) -> str:
-        """What is in it so far: a text, a thought, the arguments of a call as JSON, or the text of a custom tool."""
+        """The content so far: text, reasoning, the JSON arguments of a call, or the text of a custom tool."""
         return "".join(self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A section begins; the one before it is closed."""
+    """A section begins; the one before it is already closed."""
 
     section: Section
 
 
 @dataclass(frozen=True, slots=True)
 class Grown:
-    """A section got some more text."""
+    """A section got more text."""
 
     section: Section
     text: str
@@ -42,7 +42,7 @@ class Grown:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """Nothing more comes in a section."""
+    """A section is complete."""
 
     section: Section
 
@@ -51,8 +51,8 @@ Change = Opened | Grown | Closed
 
 
 class Sections:
-    """Reads events in their order. Pieces of one kind that follow one another are one section; each call is its own.
-    Thoughts are left out without `thought`.
+    """Groups events, in their order, into sections. Consecutive pieces of one kind form one section; each call is a
+    section of its own. With `thought` False reasoning is left out.
     """
 
     def __init__(self, thought: bool = True) -> None:
@@ -63,14 +63,14 @@ class Sections:
 
     @property
     def has_calls(self) -> bool:
-        """Whether a tool is called."""
+        """Whether the answer calls a tool."""
         return any(section.kind == "call" for section in self.all)
 
     def take(self, events: Sequence[Event]) -> Iterator[Change]:
-        """What the next events change.
+        """Yield the changes that the next events make.
 
         Raises:
-            ValueError: arguments come for another call than the one that was begun last.
+            ValueError: arguments come for another call than the last one begun.
         """
         for event in events:
             if isinstance(event, ReasoningPiece) and not self._thought:
@@ -89,7 +89,7 @@ class Sections:
                 yield from self._grow(event.text)
 
     def end(self) -> Iterator[Change]:
-        """The end of the answer. One in which nothing came is one empty text."""
+        """End the answer: close the open section. An answer without sections gets one empty text."""
         if not self.all:
             yield from self._begin("said")
         yield from self._close()

@@ -1,4 +1,4 @@
-"""Values that a model writes as they are, between marks: what they are in JSON, by the tool's schema."""
+"""Converts argument values that a model writes without quotes, between marks, to JSON, by the tool's schema."""
 
 import json
 from collections.abc import Mapping
@@ -7,15 +7,15 @@ from typing import Any
 from cluster.chat.json_text import loaded
 
 DEEPEST = 16
-"""References and alternatives in one another, before a schema counts as one that allows anything."""
+"""Depth of nested references and alternatives after which a schema counts as allowing anything."""
 TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
 
 
 def member(text: str, name: str, schema: Mapping[str, Any]) -> str:
-    """The JSON of the member `name` of an object by this schema, which was written as `text`.
+    """Return the JSON of the member `name` of an object with this schema, written by the model as `text`.
 
-    JSON where the schema allows a value of that type, and else a string, if it allows strings or nothing else is there.
-    True, False and None are taken for the values that Python calls so: chat templates write arguments in that way.
+    The text is taken as JSON if the schema allows a value of that type; else as a string, if strings are allowed or it
+    is not JSON. True, False and None count as the Python values, because chat templates write arguments so.
     """
     properties = schema.get("properties")
     declared = properties.get(name) if isinstance(properties, Mapping) else None
@@ -37,7 +37,7 @@ def member(text: str, name: str, schema: Mapping[str, Any]) -> str:
 
 
 def _kinds(schema: Any, root: Mapping[str, Any], deepest: int) -> set[str] | None:
-    """The types that a schema allows, as far as it says so; None: any."""
+    """Return the types that a schema states; None: any type."""
     if not isinstance(schema, Mapping) or not deepest:
         return None
     if isinstance(reference := schema.get("$ref"), str):
@@ -59,7 +59,7 @@ def _kinds(schema: Any, root: Mapping[str, Any], deepest: int) -> set[str] | Non
 
 
 def _found(reference: str, root: Mapping[str, Any]) -> Any:
-    """What a reference into the schema itself leads to; nothing where it leads nowhere."""
+    """Return the target of a reference inside the schema; None if there is none."""
     found: Any = root
     for part in reference.removeprefix("#").split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")

@@ -1,1 +1,1 @@
-"""Output held to a grammar: what is asked, what it means, which tokens it allows next; knows no engine."""
+"""Constrained output: grammar requests, their conversion, compiling, and token masks. Independent of the engine."""

@@ -1,4 +1,4 @@
-"""What a request asks of its output's form, as plain values that travel, and why that may be refused."""
+"""The grammar that a request asks its output to follow, as plain values that can be serialised."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -7,16 +7,23 @@ Kind = Literal["json_object", "json_schema", "regex", "ebnf", "choice", "structu
 
 
 class GrammarError(ValueError):
-    """A grammar that is not honoured, or an output that is not in it; the message says what is wrong with it."""
+    """A grammar is refused, or an output does not match its grammar. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
     """A grammar as the client wrote it.
 
-    `text` is by `kind`: json_object: empty. json_schema: the schema, as JSON. regex: the expression. ebnf: rules in
-    GBNF (llama.cpp's notation, as xgrammar reads it), the first of them called root. choice: a JSON list of strings.
-    structural_tag: xgrammar's structural tag, as JSON. chat: the same, in which tokens may stand; no client writes one.
+    The content of `text` depends on `kind`:
+
+    - json_object: empty.
+    - json_schema: the schema, as JSON.
+    - regex: the regular expression.
+    - ebnf: rules in GBNF (llama.cpp's notation, as xgrammar reads it); the first rule is called root.
+    - choice: a JSON list of strings.
+    - structural_tag: xgrammar's structural tag, as JSON.
+    - chat: a structural tag that may also contain token ids. Only this server writes it, never a client.
+
     `compact`: JSON without white space between its tokens.
     """
 

@@ -1,8 +1,9 @@
-"""Deterministic automata of expressions: what several of them match together, and whether one holds another.
+"""Deterministic automata of expressions: intersection of several expressions, and tests of inclusion.
 
-An expression becomes a nondeterministic automaton. A state of the deterministic one is a formula over its states: `or`
-where an expression branches, `and` where two expressions, or a lookahead and the rest, must both match, `not` where one
-must not match. These are derivatives of extended regular expressions (Brzozowski 1964) over alternating automata.
+An expression becomes a nondeterministic automaton. A state of the deterministic automaton is a Boolean formula over its
+states: `or` where an expression branches, `and` where two expressions (or a lookahead and the rest) must both match,
+`not` where one must not match. The method is derivatives of extended regular expressions (Brzozowski 1964) over
+alternating automata.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -14,20 +15,20 @@ from cluster.grammar.asked import GrammarError
 from cluster.grammar.nodes import LAST, SURROGATES, Alt, Chars, Literal, Node, Ref, Repeat, Seq, chars
 from cluster.grammar.regex import END, START, Look
 
-MAX_STATES = 600  # of a deterministic automaton; xgrammar needs a mask over the vocabulary for each
-MAX_EXPLORED = 6000  # formulas that an inclusion test looks at
+MAX_STATES = 600  # of a deterministic automaton; xgrammar needs one mask over the vocabulary for each
+MAX_EXPLORED = 6000  # formulas that one inclusion test explores
 MAX_NONDETERMINISTIC = 20_000
-MAX_VISITED = 400_000  # of these states, while following steps that read nothing; about a second
+MAX_VISITED = 400_000  # visits of nondeterministic states along steps that read nothing; takes about a second
 
 S = TypeVar("S", bound=Hashable)
 Formula = int | tuple[str, frozenset["Formula"]]
 TRUE: Formula = ("and", frozenset())
 FALSE: Formula = ("or", frozenset())
-AT_END = -1  # holds where the text ends, and has no derivative but FALSE
+AT_END = -1  # formula that holds only for the empty rest; its derivative is always FALSE
 
 
 class TooLargeError(GrammarError):
-    """An automaton has more states than are allowed."""
+    """An automaton would need more states than allowed."""
 
 
 @dataclass(slots=True)
@@ -42,10 +43,12 @@ class Automaton:
 
 
 def intersection(required: Sequence[Node], most: int = MAX_STATES) -> Automaton | None:
-    """The automaton of the texts that match every expression, as `regex.read` gives them; None if there are none.
+    """Return the automaton of the texts that match every expression; None if there is no such text.
+
+    The expressions come from `regex.read`.
 
     Raises:
-        TooLargeError: it has more than `most` states.
+        TooLargeError: the automaton would need more than `most` states.
     """
     space = _Space()
     start = _all([space.start(node) for node in required])
@@ -53,8 +56,9 @@ def intersection(required: Sequence[Node], most: int = MAX_STATES) -> Automaton 
 
 
 def includes(outer: Sequence[Node], inner: Node) -> bool:
-    """Whether every text that matches `inner` matches all of `outer`. False where that takes too long to find out."""
+    """Whether every text that matches `inner` matches all of `outer`. Also False if the test is too expensive."""
     space = _Space()
+    # `inner` is included exactly if "inner and not outer" accepts no text: search its derivatives for an accepting one.
     start = _all([space.start(inner), _not(_all([space.start(node) for node in outer]))])
     space.settle()
     seen, waiting = {start}, [start]
@@ -104,8 +108,10 @@ def _not(formula: Formula) -> Formula:
 
 @dataclass(slots=True)
 class _State:
-    """A state of the nondeterministic automaton: it reads a character of `reads` and goes to `after`, or goes to one of
-    `free` without reading, each under a condition: None, START, END or a lookahead. `rest`: any rest of a text matches.
+    """A state of the nondeterministic automaton.
+
+    It reads a character of `reads` and goes to `after`, or goes to one of `free` without reading, each under a
+    condition: None, START, END or a lookahead. `rest`: this state accepts any remaining text.
     """
 
     reads: Chars | None = None
@@ -116,10 +122,10 @@ class _State:
 
 @dataclass(slots=True)
 class _Space:
-    """The states of all expressions of one question, and what follows them."""
+    """The nondeterministic states of all expressions of one query, and the derivatives of formulas over them."""
 
     states: list[_State] = field(default_factory=list)
-    letters: list[Chars] = field(default_factory=list)  # classes of characters that no expression tells apart
+    letters: list[Chars] = field(default_factory=list)  # classes of characters that all expressions treat alike
     _letters_of: dict[Chars, frozenset[int]] = field(default_factory=dict)
     _looks: dict[Look, int] = field(default_factory=dict)
     _visited: int = 0
@@ -127,7 +133,7 @@ class _Space:
     _derived: dict[tuple[Formula, int], Formula] = field(default_factory=dict)
 
     def start(self, node: Node) -> Formula:
-        """The formula that holds for the texts that an expression matches as a whole."""
+        """Return the formula that holds for the texts that the whole expression matches."""
         return self._expand(
             self._built(node, self._add(_State(free=[(END, self._add(_State(rest=True)))]))), True, set()
         )
@@ -139,7 +145,7 @@ class _Space:
         return len(self.states) - 1
 
     def _built(self, node: Node, then: int) -> int:
-        """The state from which a node is read, after which the text goes on at state `then`."""
+        """Build the states of a node, followed by the state `then`; return the first state."""
         match node:
             case Chars():
                 return self._add(_State(reads=node, after=then))
@@ -165,6 +171,7 @@ class _Space:
                 raise AssertionError(f"{node} is no expression")
 
     def _repeated(self, part: Node, least: int, most: int | None, then: int) -> int:
+        """Build the states of a repetition before the state `then`: `least` copies, then a loop or optional copies."""
         if most is None:
             loop = self._add(_State())
             self.states[loop].free = [(None, then), (None, self._built(part, loop))]
@@ -178,8 +185,10 @@ class _Space:
         return then
 
     def _expand(self, state: int, first: bool, above: set[int]) -> Formula:
-        """What must hold from a state on, over states that read. `first`: nothing has been read yet. `above`: states
-        that led here without reading; to come back to one adds nothing.
+        """Return what must hold from a state on, as a formula over states that read a character.
+
+        `first`: nothing has been read yet. `above`: states already passed on the way here without reading; returning to
+        one of them adds nothing.
         """
         if not first and not above and state in self._expanded:
             return self._expanded[state]
@@ -212,7 +221,7 @@ class _Space:
         return found
 
     def settle(self) -> None:
-        """Split the characters into classes that no expression tells apart. After all of `start`."""
+        """Split all characters into `letters`, classes that every expression treats alike; after the last `start`."""
         classes = {state.reads for state in self.states if state.reads is not None}
         borders = {0, SURROGATES[0], SURROGATES[1] + 1, LAST + 1}
         borders.update(border for one in classes for low, high in one.ranges for border in (low, high + 1))
@@ -231,7 +240,7 @@ class _Space:
         self._letters_of = {one: frozenset(at for at, of in enumerate(ranges) if one in of) for one in classes}
 
     def derivative(self, formula: Formula, letter: int) -> Formula:
-        """What must hold for the rest of a text that begins with a letter and for which `formula` holds."""
+        """Return the formula for the rest of a text that begins with `letter` and for which `formula` holds."""
         if isinstance(formula, int):
             state = self.states[formula] if formula != AT_END else _State()
             if state.reads is None or letter not in self._letters_of[state.reads]:
@@ -256,13 +265,15 @@ class _Space:
         return any(map(self.accepts, parts)) if kind == "or" else all(map(self.accepts, parts))
 
     def explored(self, start: Formula, most: int) -> tuple[list[dict[int, int]], list[bool], list[Chars]]:
-        """The deterministic automaton of a formula: for each state its next state by letter, whether it accepts, and
-        the letters. It has at most `most` states.
+        """Return the deterministic automaton of a formula: next states by letter, accepting flags, and the letters.
+
+        Raises:
+            TooLargeError: it needs more than `most` states.
         """
         self.settle()
         numbers, order = {start: 0}, [start]
         steps: list[dict[int, int]] = []
-        for formula in order:  # grows as it is gone through
+        for formula in order:  # `order` grows during this loop
             found = {}
             for letter in range(len(self.letters)):
                 after = self.derivative(formula, letter)
@@ -281,7 +292,11 @@ class _Space:
 def _minimal(
     steps: list[dict[int, int]], accepting: list[bool], letters: list[Chars], most: int = MAX_STATES
 ) -> Automaton | None:
-    """The automaton without states from which no end is reached, and with equal ones made one (Moore 1956)."""
+    """Return the minimal automaton (Moore 1956): no states that reach no accepting one, equivalent states merged.
+
+    Raises:
+        TooLargeError: it has more than `most` states.
+    """
     live = {state for state, accepts in enumerate(accepting) if accepts}
     before = -1
     while len(live) > before:
@@ -295,6 +310,7 @@ def _minimal(
     count = 0
     while len(set(blocks.values())) > count:
         count = len(set(blocks.values()))
+        # Two states stay in one block while they agree on acceptance and step to the same blocks. Refine until stable.
         signs: dict[tuple[int, tuple[tuple[int, int], ...]], int] = {}
         blocks = {
             state: signs.setdefault(
@@ -318,18 +334,19 @@ def _minimal(
 def restricted(
     automaton: Automaton, start: S, step: Callable[[S, str], S | None], accepts: Callable[[S], bool]
 ) -> Automaton | None:
-    """The texts of an automaton of few characters that a machine accepts too; None if there are none.
+    """Return the automaton of the texts that both `automaton` and a second machine accept; None if there are none.
 
-    `step` gives the machine's state after a character, None where it accepts no such text.
+    `automaton` has few characters, because each code point becomes a letter. `step` gives the second machine's state
+    after a character, or None if it rejects the text.
 
     Raises:
-        TooLargeError: both together have too many states.
+        TooLargeError: the product has too many states.
     """
     letters = sorted({code for after in automaton.steps for read in after.values() for code in codes(read)})
     places = {code: at for at, code in enumerate(letters)}
     numbers, order = {(0, start): 0}, [(0, start)]
     steps: list[dict[int, int]] = []
-    for state, inner in order:  # grows as it is gone through
+    for state, inner in order:  # `order` grows during this loop
         found = {}
         for to, read in automaton.steps[state].items():
             for code in codes(read):
@@ -348,5 +365,5 @@ def restricted(
 
 
 def codes(read: Chars) -> Iterator[int]:
-    """The code points of a class."""
+    """Return the code points of a class."""
     return (code for low, high in read.ranges for code in range(low, high + 1))

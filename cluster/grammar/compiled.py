@@ -1,4 +1,4 @@
-"""Grammars compiled by xgrammar: their rules, and for each place in them which tokens of a vocabulary may come."""
+"""xgrammar's compiler over one vocabulary: rules, and for each grammar state the mask of the tokens allowed next."""
 
 import json
 from threading import Lock
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
     from xgrammar import CompiledGrammar, GrammarCompiler
 
 KEPT_BYTES = 384 << 20
-"""Of memory for what xgrammar keeps: a third of it masks of single rules, the rest whole grammars."""
-THREADS = 1  # it compiles beside steps, or in a child whose processor time is limited
+"""Memory for xgrammar's caches: a third for masks of single rules, the rest for whole grammars."""
+THREADS = 1  # compiling shares the CPU with the engine's steps, or runs in a child whose processor time is limited
 BOUNDED = [{"type": "string", "maxLength": most} for most in (SHORT, SHORT + 1)]
 COMMON = (
     *(PortableGrammar(object_grammar(compact)) for compact in (False, True)),
     PortableGrammar(schema_grammar({"type": "array", "prefixItems": BOUNDED, "minItems": 2, "maxItems": 2})),
 )
-"""Any JSON object, and strings of bounded length. Their rules are in most grammars: the masks of one string take longer
-to make than all that is particular to an ordinary schema.
+"""Grammars of any JSON object and of strings of bounded length. Most grammars contain their rules, and the masks of one
+string take longer to make than everything that is particular to an ordinary schema.
 """
 
 
 class MaskCompiler:
-    """xgrammar's compiler over one vocabulary. It keeps the masks of the rules that it has met, because other grammars
-    have the same rules. For any thread; compiling releases the interpreter's lock.
+    """xgrammar's compiler over one vocabulary. It caches the masks of rules, because different grammars share rules.
+    Thread-safe; compiling releases the GIL.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -37,23 +37,25 @@ class MaskCompiler:
         self._lock = Lock()
 
     def prepare(self) -> None:
-        """Make the tables of the vocabulary and the masks of common rules: tenths of a second to seconds, which no
-        grammar that follows pays, here or in a fork of this process.
+        """Make the tables of the vocabulary and the masks of common rules, which takes tenths of a second to seconds.
+        Later grammars, in this process or a fork of it, then do not wait for that.
         """
         self._vocabulary.prepare()
         for common in COMMON:
             self.compile(common)
 
     def compile(self, portable: PortableGrammar) -> "CompiledGrammar":
-        """The compiled grammar.
+        """Return the compiled grammar.
 
         Raises:
-            GrammarError: xgrammar cannot read it; the message is its own.
-            MemoryError: there was too little.
+            GrammarError: xgrammar cannot read it; the message is xgrammar's.
+            MemoryError: there is too little memory.
         """
         source = portable.source
         compiler = self._compiler(keeps=True)
         if portable.tokens:
+            # Without a stop token `with_marks` cannot be used; then nothing is cached, so that no rule gets another
+            # one's masks.
             if never := self._vocabulary.stops[:1]:
                 source = json.dumps(with_marks(json.loads(source), never[0]))
             else:
@@ -62,7 +64,7 @@ class MaskCompiler:
             return (compiler.compile_structural_tag if portable.tag else compiler.compile_grammar)(source)
         except MemoryError:
             raise
-        except Exception as error:  # of many types, by what its C++ code raised
+        except Exception as error:  # xgrammar's C++ code raises errors of many types
             if "bad_alloc" in str(error):
                 raise MemoryError from error
             raise GrammarError(str(error)) from error
@@ -79,12 +81,12 @@ class MaskCompiler:
 
 
 def with_marks(tag: Any, never: int) -> Any:
-    """Return a structural tag that allows the same outputs as `tag`. In it each special token stands beside an
-    alternative that no output takes: the token `never`, followed by the number of the special token as text.
+    """Return a structural tag that allows the same outputs as `tag`, and whose rules xgrammar's cache can tell apart.
 
     xgrammar 0.2.8 recognises a rule by a checksum of its automaton. The checksum leaves out which token an edge takes,
-    so a rule with one special token would get the masks of a rule with another. The text makes the checksums differ.
-    `never` is a stop token: xgrammar's masks do not have it as an edge's token, and no matcher is given one.
+    so a rule with one special token would get the masks of a rule with another. Therefore each special token gets an
+    alternative that no output takes: the token `never`, then the special token's id as text, which makes the checksums
+    differ. `never` is a stop token: xgrammar's masks never allow it as an edge's token, and no matcher is given one.
     """
     if isinstance(tag, list):
         return [with_marks(part, never) for part in tag]

@@ -1,4 +1,4 @@
-"""Grammars compiled beside the server: in processes of their own, with limits, each grammar once."""
+"""Compiles grammars in separate processes, with limits, and caches the results."""
 
 import asyncio
 import json
@@ -40,10 +40,10 @@ logger = logging.getLogger(__name__)
 
 AT_ONCE = 2
 SECONDS = 10.0  # of processor time
-START_S = 300.0  # to import xgrammar and what it imports, and to make tables and masks
-GRACE_S = 5.0  # for the process that forks to say that a child's time is over
-NICENESS = 10  # a tenth of a core where what computes and what answers wants it, a whole one where it does not
-TRIES = 2  # where the process was killed by somebody else
+START_S = 300.0  # to import xgrammar and its dependencies, and to make tables and masks
+GRACE_S = 5.0  # extra time for the forking process to report that a child's time is over
+NICENESS = 10  # the process gets about a tenth of a core while the engine and the server need it, else a whole core
+TRIES = 2  # attempts, if the process was killed from outside
 NOT_ITS_FAULT = (0, -signal.SIGKILL, -signal.SIGTERM)
 CACHED = 64
 CACHED_CHARACTERS = 32 << 20
@@ -53,12 +53,12 @@ COMMON = (Grammar("json_object"), Grammar("json_object", compact=True))
 
 
 class CompilerError(RuntimeError):
-    """Grammars cannot be compiled here, or not now, whatever they are."""
+    """Grammars cannot be compiled here or now, for reasons that do not depend on the grammar."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompileResult:
-    """A grammar as ranks read it, or why it is refused. `lasting`: it would be refused again."""
+    """A grammar as ranks read it, or why it is refused. `lasting`: compiling it again would give the same result."""
 
     text: str = ""
     refusal: str = ""
@@ -66,28 +66,28 @@ class CompileResult:
 
 
 class Compiler:
-    """Compiles grammars for one vocabulary, at most `at_once` at a time, by a process that starts when it is first
-    needed.
-    """
+    """Compiles grammars for one vocabulary, at most `at_once` at a time, in a process that starts on first use."""
 
     def __init__(self, vocabulary: Vocabulary, at_once: int = AT_ONCE, seconds: float = SECONDS) -> None:
-        """Each grammar may take `seconds` of processor time."""
+        """`seconds` is the processor time that each grammar may take."""
         self._pool = ThreadPoolExecutor(at_once, thread_name_prefix="grammar")
         self._process = CompilerProcess(vocabulary, seconds)
         self._done: OrderedDict[Grammar, CompileResult] = OrderedDict()
         self._under_way: dict[Grammar, asyncio.Task[CompileResult]] = {}
 
     async def warm(self) -> None:
-        """Start the process, and compile what most ask for. Why that fails is said to the first who needs it."""
+        """Start the process and compile the most common grammars. Errors are left to the first request, which meets
+        them too.
+        """
         for grammar in COMMON:
             with suppress(GrammarError, CompilerError):
                 await self.compile(grammar)
 
     async def compile(self, grammar: Grammar) -> str:
-        """The grammar as text for `Matchers.matcher`: it compiles.
+        """Compile a grammar and return it as text for `Matchers.matcher`.
 
         Raises:
-            GrammarError: it is refused, or goes beyond a limit; the message says why.
+            GrammarError: it is refused or exceeds a limit; the message says why.
             CompilerError: no process could be started, or the machine is too busy.
         """
         if len(grammar.text) > MAX_CHARACTERS:
@@ -97,7 +97,8 @@ class Compiler:
             task = self._under_way.get(grammar)
             if task is None:
                 task = self._under_way[grammar] = asyncio.create_task(self._compile(grammar))
-            found = await asyncio.shield(task)  # others may wait for it too
+            # a cancelled request must not cancel the compilation, which others may await
+            found = await asyncio.shield(task)
         else:
             self._done.move_to_end(grammar)
         if found.refusal:
@@ -105,7 +106,7 @@ class Compiler:
         return found.text
 
     def close(self) -> None:
-        """End the process; what it was compiling is refused."""
+        """End the process. Grammars that are being compiled are refused."""
         self._process.close()
         self._pool.shutdown(cancel_futures=True)
         self._process.end()
@@ -123,7 +124,7 @@ class Compiler:
 
 
 class CompilerProcess:
-    """The process that compiles, started anew after it has ended. For any thread; several may ask it at once."""
+    """The process that compiles, restarted after it has ended. Thread-safe; several threads may compile at once."""
 
     def __init__(self, vocabulary: Vocabulary, seconds: float) -> None:
         self._vocabulary = vocabulary
@@ -134,12 +135,12 @@ class CompilerProcess:
 
     @property
     def pid(self) -> int | None:
-        """The id of the process, if one runs."""
+        """The process id, or None if no process runs."""
         running = self._running
         return None if running is None or running.process.poll() is not None else running.process.pid
 
     def start(self) -> "RunningCompiler":
-        """The process that runs, which is started if none does; returns when it can compile.
+        """Return the running process, started if necessary; it is ready to compile.
 
         Raises:
             CompilerError: it cannot be started.
@@ -151,7 +152,7 @@ class CompilerProcess:
             return running
 
     def compile(self, grammar: Grammar) -> CompileResult:
-        """The grammar as ranks read it, or why it is refused.
+        """Compile a grammar and return the result, which may be a refusal.
 
         Raises:
             CompilerError: no process could be started, or the machine is too busy.
@@ -186,14 +187,14 @@ class CompilerProcess:
         return CompileResult(text) if mark == COMPILED else CompileResult(refusal=text, lasting=mark != UNSURE)
 
     def close(self) -> None:
-        """End the process for good, from any thread; the threads that wait for it learn so."""
+        """End the process for good, from any thread; threads that wait for it get an answer at once."""
         self._closed = True
         running = self._running
         if running is not None:
             running.process.kill()
 
     def end(self, running: "RunningCompiler | None" = None) -> int | None:
-        """Kill the process, or this one, if there is one; its exit code."""
+        """Kill the given or the current process and return its exit code; None if there is none."""
         running = running or self._running
         if running is None:
             return None
@@ -223,7 +224,7 @@ class CompilerProcess:
 
 
 class RunningCompiler:
-    """A process that runs, and a thread that reads its answers."""
+    """One running process, and a thread that reads its answers."""
 
     def __init__(self) -> None:
         here = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"}
@@ -243,12 +244,12 @@ class RunningCompiler:
         self._numbers = count()
         self._lock, self._writing = Lock(), Lock()
         self._over = False
-        _give_way(self.process.pid)  # importing takes most of a second
+        _give_way(self.process.pid)  # before the import of xgrammar, which takes most of a second
         self._reader = Thread(target=self._read, name="grammar-answers", daemon=True)
         self._reader.start()
 
     def begin(self, vocabulary: bytes) -> bytes | None:
-        """Send the first frame and return the answer of the process: `READY`, an error, or None if the process ends.
+        """Send the vocabulary and return the answer of the process: `READY`, an error, or None if the process ended.
 
         Raises:
             TimeoutError: the process does not answer in time.
@@ -258,7 +259,7 @@ class RunningCompiler:
         return self._first.result(max(0.0, until - time.monotonic()))
 
     def ask(self, grammar: bytes, seconds: float) -> bytes | None:
-        """Send a grammar and wait; its answer, or None if the process ends. Raises TimeoutError after `seconds`."""
+        """Send a grammar and return its answer; None if the process ended. Raises TimeoutError after `seconds`."""
         until = time.monotonic() + seconds
         number, answer = next(self._numbers).to_bytes(NUMBER, "big"), Future[bytes | None]()
         with self._lock:
@@ -269,7 +270,7 @@ class RunningCompiler:
         return answer.result(max(0.0, until - time.monotonic()))
 
     def end(self) -> int:
-        """Kill the process; its exit code."""
+        """Kill the process and return its exit code."""
         self.process.kill()
         code = self.process.wait()
         self._reader.join()
@@ -278,15 +279,15 @@ class RunningCompiler:
         return code
 
     def _send(self, content: bytes, until: float) -> None:
-        """Write a frame into the pipe. Raises TimeoutError if the process does not read it."""
+        """Write a frame to the pipe. Raises TimeoutError if the process does not read it."""
         try:
             with self._writing:
                 _write(self._requests.fileno(), frame(content), until)
         except (BrokenPipeError, ValueError):
-            return  # it has ended, which the reader says, or was ended
+            return  # the process has ended or the pipe was closed; the reader thread reports that
 
     def _read(self) -> None:
-        """Hand out the answers until the process ends, which answers whatever is open."""
+        """Deliver answers until the process ends; then answer all open requests with None."""
         source = self._replies.fileno()
         first = read_frame(source)
         self._first.set_result(first)
@@ -302,7 +303,7 @@ class RunningCompiler:
 
 
 def _write(pipe: int, content: bytes, until: float) -> None:
-    """Write everything; as much as a pipe takes at once whenever it has room."""
+    """Write all bytes to a pipe in pieces of at most PIPE_BUF. Raises TimeoutError at `until`."""
     poll = select.poll()
     poll.register(pipe, select.POLLOUT)
     rest = memoryview(content)
@@ -313,16 +314,16 @@ def _write(pipe: int, content: bytes, until: float) -> None:
 
 
 def _give_way(pid: int) -> None:
-    """Make a process that leads a session of its own nicer than this one, and its session as well: Linux shares
-    processors among sessions first (sched(7), autogroups), and niceness counts within one.
+    """Lower the priority of a process that leads its own session. Linux shares processors among sessions first
+    (sched(7), autogroups), and niceness counts only within one. So both are set.
     """
     os.setpriority(os.PRIO_PROCESS, pid, min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS))
     for _ in range(TRIES):
         try:
             Path(f"/proc/{pid}/autogroup").write_text(str(NICENESS), encoding="ascii")
-        except BlockingIOError:  # the system takes ten such changes a second
+        except BlockingIOError:  # the kernel allows ten such changes per second
             time.sleep(0.2)
-        except OSError:  # no Linux, or one without autogroups
+        except OSError:  # not Linux, or a kernel without autogroups
             return
         else:
             return

@@ -1,4 +1,4 @@
-"""Named rules, and the grammar that they make."""
+"""A set of named rules, and how it is written as one grammar."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ MAX_RULES = 20_000
 
 @dataclass(slots=True)
 class Rule:
-    """What a name stands for. `before`: how what follows begins, as far as is known."""
+    """The body of a rule. `before`: a lookahead, how the text after the rule begins, where that is known."""
 
     body: Node
     before: Node | None = None
@@ -35,13 +35,13 @@ class Rule:
 
 @dataclass(slots=True)
 class Rules:
-    """Named rules as they are made."""
+    """Named rules, added one by one."""
 
     rules: dict[str, Rule] = field(default_factory=dict)
     _names: dict[Node, str] = field(default_factory=dict)
 
     def reserve(self) -> Ref:
-        """A name whose rule is told later, so that it may refer to itself."""
+        """Return a new name whose body `tell` sets later, so that the rule may refer to itself."""
         if len(self.rules) >= MAX_RULES:
             raise GrammarError(f"it needs more than {MAX_RULES} rules; make it shorter")
         name = f"r{len(self.rules)}"
@@ -49,12 +49,12 @@ class Rules:
         return Ref(name)
 
     def tell(self, name: Ref, body: Node, before: Node | None = None) -> Ref:
-        """What a reserved name stands for."""
+        """Set the body of a reserved name."""
         self.rules[name.name] = Rule(body, before)
         return name
 
     def add(self, body: Node, before: Node | None = None) -> Ref:
-        """A rule of this body; the one there is, if there is one."""
+        """Return a rule with this body: an existing one if there is one."""
         if isinstance(body, Ref):
             return body
         known = self._names.get(body)
@@ -63,8 +63,9 @@ class Rules:
         return Ref(known)
 
     def written(self, root: Node, compact: bool = False) -> str:
-        """The grammar of `root` in xgrammar's notation, without what has no end; `compact`: without white space that
-        says nothing.
+        """Return the grammar of `root` in xgrammar's notation, without rules that match no finite text.
+
+        `compact`: leave out white space without meaning.
 
         Raises:
             GrammarError: nothing matches.
@@ -88,12 +89,12 @@ class Rules:
         return "\n".join(lines) + "\n"
 
     def _useful(self) -> set[str]:
-        """The rules that something finite matches."""
+        """Return the names of the rules that match some finite text."""
         useful: set[str] = set()
         before = -1
         while len(useful) > before:
             before = len(useful)
-            for name, rule in self.rules.items():  # most refer to earlier ones, so this goes over them twice or so
+            for name, rule in self.rules.items():  # most rules refer to earlier ones, so about two passes are enough
                 if name not in useful and _ends(rule.body, useful):
                     useful.add(name)
         return useful
@@ -104,7 +105,7 @@ def _as_it_is(node: Node) -> Node:
 
 
 def _compacted(node: Node) -> Node:
-    """The node without white space that says nothing."""
+    """Return the node without white space that has no meaning."""
     match node:
         case Blank():
             return EMPTY
@@ -119,7 +120,7 @@ def _compacted(node: Node) -> Node:
 
 
 def _ends(node: Node, useful: set[str]) -> bool:
-    """Whether something finite matches, by the rules that are known to be useful."""
+    """Whether the node matches some finite text, given the rules known to do so."""
     match node:
         case Ref(name):
             return name in useful
@@ -138,7 +139,7 @@ def _ends(node: Node, useful: set[str]) -> bool:
 
 
 def _pruned(node: Node, useful: set[str]) -> Node | None:
-    """The node without what has no end; None where nothing is left."""
+    """Return the node without the parts that match no finite text; None if nothing is left."""
     if not _ends(node, useful):
         return None
     match node:
@@ -156,7 +157,7 @@ def _pruned(node: Node, useful: set[str]) -> Node | None:
 
 
 def _names(node: Node) -> Iterator[str]:
-    """The rules that a node refers to."""
+    """Yield the names of the rules that a node refers to."""
     match node:
         case Ref(name):
             yield name

@@ -1,10 +1,10 @@
-"""The process that compiles grammars: what a client sent may take a compiler all its time and memory, or its life.
+"""The process that compiles grammars. Each grammar is compiled in a forked child of its own.
 
-So each grammar is compiled by a child of its own. It starts in milliseconds, because its parent has imported and made
-all that a compiler needs. `compiler.py` runs it as `python -m cluster.grammar.forks`. A frame is eight bytes of length
-and as many bytes. The first one in is the vocabulary; it is answered when everything is made. Each that follows is a
-number of eight bytes and a grammar as JSON; its answer is the number, one of the marks below, and a text. Answers come
-in the order in which children end.
+A client's grammar may use up a compiler's time and memory, or crash it; a child contains that. It starts in
+milliseconds, because its parent has imported and prepared everything. `compiler.py` runs this module as `python -m
+cluster.grammar.forks`. A frame is eight bytes of length and as many bytes of content. The first incoming frame is the
+vocabulary, answered when the process is ready. Each later one is a request number of eight bytes and a grammar as JSON.
+Its answer is the number, one of the marks below, and a text. Answers come in the order in which children end.
 """
 
 import ctypes
@@ -24,17 +24,19 @@ from cluster.grammar.worker import SlowGrammarError, Worker
 
 READY, BROKEN = b"=", b"!"
 COMPILED, REFUSED = b"+", b"-"
-UNSURE = b"~"  # refused for the time that it took while others had the processor
-SLOW, LATE = b"t", b"l"  # it took its processor time; or it did not get as much for very long: what it got, as JSON
-GONE = b"x"  # the child ended: how
-PATIENCE_S = 60.0  # how long a grammar may wait for its processor time
-PR_SET_PDEATHSIG = 1  # of prctl(2)
-NUMBER = 8  # bytes of a frame's length, and of a grammar's number
+UNSURE = b"~"  # refused for its time, measured while other processes had the processor
+# SLOW: it used up its processor time. LATE: it did not get that much for `PATIENCE_S`. The text is the time spent, as
+# JSON.
+SLOW, LATE = b"t", b"l"
+GONE = b"x"  # the child died; the text is its exit code
+PATIENCE_S = 60.0  # wall-clock time in which a grammar must get its processor time
+PR_SET_PDEATHSIG = 1  # option of prctl(2): the signal sent to a child when its parent dies
+NUMBER = 8  # size of a frame's length and of a request number, in bytes
 
 
 @dataclass(slots=True)
 class Child:
-    """A process that compiles one grammar; it ends, and so closes `pipe`, when it has written its answer there."""
+    """A process that compiles one grammar. It writes its answer to `pipe` and ends, which closes the pipe."""
 
     number: bytes
     pid: int
@@ -45,7 +47,7 @@ class Child:
     late: bool = False
 
     def ended(self) -> bytes:
-        """Its answer, once its pipe is closed."""
+        """Reap the child after its pipe closed, and return its answer."""
         _, status, usage = os.wait4(self.pid, 0)
         code = os.waitstatus_to_exitcode(status)
         if not code:
@@ -57,16 +59,16 @@ class Child:
 
 
 class Forks:
-    """Has children compile the grammars that come in, each as soon as it comes."""
+    """Forks a child for each incoming grammar as soon as it arrives, and sends the answers."""
 
     def __init__(self, worker: Worker, requests: int, replies: int) -> None:
-        """`requests` and `replies` are the descriptors of pipes."""
+        """`requests` and `replies` are the file descriptors of pipes."""
         self._worker, self._requests, self._replies = worker, requests, replies
-        self._children: dict[int, Child] = {}  # by the descriptor of their pipes
+        self._children: dict[int, Child] = {}  # keyed by the file descriptor of their pipe
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> None:
-        """Answer until the pipe of requests is closed."""
+        """Serve requests until their pipe is closed."""
         self._selector.register(self._requests, selectors.EVENT_READ)
         while True:
             waits = [child.until - time.monotonic() for child in self._children.values() if not child.late]
@@ -89,6 +91,7 @@ class Forks:
             code = 1
             try:
                 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+                # The parent may have died before prctl took effect.
                 if os.getppid() == parent:
                     write_all(end, replied(self._worker, request))
                     code = 0
@@ -110,7 +113,7 @@ class Forks:
 
 
 def replied(worker: Worker, request: dict[str, Any]) -> bytes:
-    """The answer to a grammar, within the limits of processor time and memory."""
+    """Compile a grammar within the limits of processor time and memory, and return the answer."""
     watch = Stopwatch()
     limit(request["seconds"])
     try:
@@ -126,17 +129,17 @@ def replied(worker: Worker, request: dict[str, Any]) -> bytes:
 
 
 def spent_in(answer: bytes) -> TimeSpent:
-    """What a child spent, of an answer that is `SLOW` or `LATE`."""
+    """Return the time a child spent, from an answer that is `SLOW` or `LATE`."""
     return TimeSpent(**json.loads(answer[1:]))
 
 
 def frame(content: bytes) -> bytes:
-    """A frame of this content."""
+    """Return a frame with this content."""
     return len(content).to_bytes(NUMBER, "big") + content
 
 
 def read_frame(source: int) -> bytes | None:
-    """The next frame from a pipe; None at its end."""
+    """Return the content of the next frame from a pipe; None at the end of the pipe."""
     head = _read_exactly(source, NUMBER)
     return None if head is None else _read_exactly(source, int.from_bytes(head, "big"))
 
@@ -152,18 +155,18 @@ def _read_exactly(source: int, size: int) -> bytes | None:
 
 
 def write_all(end: int, content: bytes) -> None:
-    """Write everything into a pipe, waiting for its reader."""
+    """Write all bytes to a pipe, blocking while it is full."""
     rest = memoryview(content)
     while rest:
         rest = rest[os.write(end, rest) :]
 
 
 def main() -> None:
-    """Answer frames until the parent closes the pipe."""
+    """Serve frames until the parent closes the pipe."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends by it, and this process with the parent
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, which then ends this process
     replies = os.dup(1)
-    os.dup2(2, 1)  # what libraries print must not come between frames
+    os.dup2(2, 1)  # keep output that libraries print out of the frames
     try:
         first = json.loads(read_frame(0) or b"{}")
         tokens = tuple(token.encode("latin-1") for token in first["tokens"])
@@ -172,7 +175,7 @@ def main() -> None:
     except Exception as error:
         write_all(replies, frame(BROKEN + repr(error).encode()))
         raise
-    gc.freeze()  # children share its pages as long as nobody writes to them
+    gc.freeze()  # a garbage collection in a child would write to, and so copy, the shared memory pages
     write_all(replies, frame(READY))
     Forks(worker, 0, replies).run()
 

@@ -1,4 +1,4 @@
-"""Which tokens a grammar allows next in one request: after what is committed, and after any path that may follow it."""
+"""The tokens that a grammar allows next in one request, after committed tokens or after a path of the draft tree."""
 
 import hashlib
 from collections import OrderedDict
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 Encode = Callable[[str], list[int]]
 Spell = Callable[[bytes], list[int]]
-CACHED_BYTES = 512 << 20  # of compiled grammars that are kept
+CACHED_BYTES = 512 << 20  # of cached compiled grammars
 
 
 class Readable(NamedTuple):
-    """A compiled grammar, of so many `bytes`; `usable` are the tokens that it may allow at all."""
+    """A compiled grammar, its size in `bytes`, and the mask `usable` of the tokens that it may allow anywhere."""
 
     grammar: "CompiledGrammar"
     usable: Row
@@ -31,11 +31,11 @@ class Readable(NamedTuple):
 
 
 class Matchers:
-    """Makes the matchers of one vocabulary; requests with the same grammar share what is compiled. For any thread."""
+    """Makes the matchers of one vocabulary. Requests with the same grammar share the compiled grammar. Thread-safe."""
 
     def __init__(self, vocabulary: Vocabulary, encode: Encode | None = None) -> None:
-        """`encode` is how the tokenizer writes a text; without it, or where it writes another one, the longest tokens
-        are taken one after the other.
+        """`encode` tokenizes a forced text. Without it, or if its tokens do not spell the text exactly, the longest
+        matching tokens are taken one after the other.
         """
         self._vocabulary, self._encode = vocabulary, encode
         self._compiler = MaskCompiler(vocabulary)
@@ -43,11 +43,11 @@ class Matchers:
         self._lock = Lock()
 
     def prepare(self) -> None:
-        """Do beforehand what the first grammar would wait for; see `MaskCompiler.prepare`."""
+        """Make the tables and common masks that the first grammar would otherwise wait for (`MaskCompiler.prepare`)."""
         self._compiler.prepare()
 
     def matcher(self, portable: str, after: Sequence[int] = ()) -> "TextMatcher":
-        """A matcher for one request; `portable` comes from `Compiler.compile`; for `after` see `TextMatcher`.
+        """Return a matcher for one request. `portable` comes from `Compiler.compile`; for `after` see `TextMatcher`.
 
         Raises:
             GrammarError: as `read`.
@@ -55,12 +55,13 @@ class Matchers:
         return TextMatcher(self.read(portable), self._vocabulary, self._spelled, after)
 
     def read(self, portable: str) -> "Readable":
-        """What a portable grammar is compiled to. That takes hundredths of a second, or seconds for a large one; it is
-        kept for the matchers to come.
+        """Return the compiled form of a portable grammar, cached for later matchers.
+
+        Compiling takes hundredths of a second, or seconds for a large grammar.
 
         Raises:
-            GrammarError: the text is none that this version of xgrammar compiles.
-            MemoryError: there is too little for it.
+            GrammarError: this version of xgrammar cannot compile the text.
+            MemoryError: there is too little memory.
         """
         key = self._key_of(portable)
         with self._lock:
@@ -83,7 +84,7 @@ class Matchers:
         return hashlib.blake2b(portable.encode()).digest()
 
     def _spelled(self, raw: bytes) -> list[int]:
-        """How the tokenizer writes these bytes, which may begin or end within a character."""
+        """Return the tokens that the tokenizer writes for these bytes, which may begin or end inside a character."""
         with suppress(UnicodeDecodeError):
             tokens = [] if self._encode is None or not raw else self._encode(raw.decode())
             if b"".join(self._vocabulary.tokens[token] for token in tokens) == raw:
@@ -92,12 +93,12 @@ class Matchers:
 
 
 class TextMatcher:
-    """One request's place in its grammar.
+    """The state of one request in its grammar. Not thread-safe.
 
-    `after`: the grammar begins after these tokens, such as the one that ends the reasoning; until they have come, in
-    this order, everything is allowed. Paths are tokens that may follow the committed ones; asking about one changes
-    nothing, and is cheapest if it shares its beginning with the path before. Masks after paths that were asked about
-    are kept until tokens come: draft, forced text and verify ask for the same ones. For one thread at a time.
+    `after`: tokens that come before the grammar begins, such as the one that ends the reasoning; until they have come,
+    in this order, everything is allowed. A path is a sequence of tokens that may follow the committed ones. Asking
+    about a path does not change the committed state; it is cheapest if it shares its beginning with the previous path.
+    Masks are cached until tokens are committed, because draft, forced text and verify ask for the same paths.
     """
 
     def __init__(self, compiled: Readable, vocabulary: Vocabulary, spell: Spell, after: Sequence[int]) -> None:
@@ -107,11 +108,11 @@ class TextMatcher:
         self._vocabulary, self._usable = vocabulary, compiled.usable
         self._stops = frozenset(vocabulary.stops)
         self._after = tuple(after)
-        self._recent: tuple[int, ...] = ()  # committed tokens that may begin `after`
+        self._recent: tuple[int, ...] = ()  # the last committed tokens, compared with `after`
         self._free = bool(after)
         self._ended = False
         self._masks: dict[tuple[int, ...], Row] = {}
-        self._walked: list[int] = []  # tokens that xgrammar's matcher has taken beyond the committed ones
+        self._walked: list[int] = []  # tokens beyond the committed ones that xgrammar's matcher has accepted
         self._row: Row = np.zeros(vocabulary.words, np.int32)
 
     @property
@@ -128,7 +129,7 @@ class TextMatcher:
         """Commit tokens.
 
         Raises:
-            GrammarError: one of them is not allowed where it stands; those before it are committed.
+            GrammarError: a token is not allowed at its place. The tokens before it stay committed.
         """
         self._masks.clear()
         for token in tokens:
@@ -139,6 +140,7 @@ class TextMatcher:
             elif self._free:
                 self._recent = (*self._recent, token)[-len(self._after) :]
                 self._free = self._recent != self._after
+            # xgrammar's matcher is already past this token: it belongs to the path that was asked about last.
             elif self._walked[:1] == [token]:
                 self._walked.pop(0)
             elif self._go((token,)):
@@ -147,11 +149,11 @@ class TextMatcher:
                 raise GrammarError(f"token {token} is not allowed by the grammar here")
 
     def fill(self, path: Sequence[int], out: Row) -> None:
-        """Write the mask of what may follow committed tokens and `path` into `out`, int32 `[vocabulary.words]`.
+        """Write the mask of the tokens allowed after the committed tokens and `path` into `out`, int32
+        `[vocabulary.words]`.
 
-        Stop tokens are in it exactly where the output may end. After an end, and after a path that is not allowed and
-        so never comes, they are all that is in it. It is empty where the grammar goes on with text that no token of
-        this vocabulary begins.
+        Stop tokens are set exactly where the output may end. Only they are set after an end, and after a path that is
+        not allowed and so is never accepted. The mask is empty if the grammar continues with text that no token begins.
         """
         known = self._masks.get(tuple(path))
         if known is None:
@@ -172,8 +174,10 @@ class TextMatcher:
         np.bitwise_and(out, self._usable, out=out)
 
     def forced(self, path: Sequence[int], most: int) -> list[int]:
-        """The tokens, at most `most`, that most likely follow committed tokens and `path` because no other text is
-        allowed: that text as the tokenizer writes it, and at its end tokens of which no other is allowed.
+        """Return at most `most` tokens that follow the committed tokens and `path` because the grammar allows no other
+        text.
+
+        First comes the only possible text as the tokenizer writes it, then tokens that are each the only one allowed.
         """
         rest = self._constrained(path)
         if rest is None:
@@ -182,6 +186,8 @@ class TextMatcher:
         while rest is not None and len(found) < most and self._goes_on([*rest, *found]):
             self.fill([*path, *found], self._row)
             words = np.flatnonzero(self._row)
+            # Exactly one bit in the whole mask: one allowed token. The mask with 2**32 - 1 reads the int32 word as
+            # unsigned.
             word = int(self._row[words[0]]) & (2**WORD_BITS - 1) if len(words) == 1 else 0
             if word.bit_count() != 1:
                 break
@@ -189,11 +195,11 @@ class TextMatcher:
         return found
 
     def _text_of(self, path: Sequence[int], rest: Sequence[int], most: int) -> bytes:
-        """The text of which no other is allowed after `path`, of which the grammar describes `rest`; as much of it as
-        `most` tokens can hold. It may begin or end within a character.
+        """Return the only text allowed after `path`, as far as `most` tokens can hold it. It may begin or end inside a
+        character.
 
-        Masks tell, token by token: xgrammar's own search goes on as long as there is but one way, and that has no end
-        in a grammar that has none.
+        `rest` is the part of `path` that the grammar describes. The text is found token by token from masks, because
+        xgrammar's own search for a forced text never ends in a grammar without an end.
         """
         walked: list[int] = []
         text = sure = b""
@@ -211,7 +217,7 @@ class TextMatcher:
         return "has ended" if self._ended else "may not end here"
 
     def _constrained(self, path: Sequence[int]) -> Sequence[int] | None:
-        """The part of a path that the grammar describes; None while everything is allowed."""
+        """Return the part of a path that the grammar describes; None while everything is allowed."""
         if not self._free:
             return path
         if self._ended:
@@ -226,11 +232,11 @@ class TextMatcher:
         return None
 
     def _goes_on(self, path: Sequence[int]) -> bool:
-        """Whether the grammar allows a path and has not ended on it."""
+        """Whether the grammar allows a path, and the output has not ended on it."""
         return not self._ended and self._stops.isdisjoint(path) and self._go(path)
 
     def _go(self, path: Sequence[int]) -> bool:
-        """Take xgrammar's matcher to the end of a path; False if it is not allowed. It has no stop tokens."""
+        """Move xgrammar's matcher to the end of a path without stop tokens; False if the path is not allowed."""
         shared = 0
         for mine, asked in zip(self._walked, path, strict=False):
             if mine != asked:

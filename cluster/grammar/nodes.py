@@ -1,55 +1,56 @@
-"""Grammars as values: a handful of nodes."""
+"""The nodes of a grammar's syntax tree, and functions that build and simplify them."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 LAST = 0x10FFFF
-SURROGATES = (0xD800, 0xDFFF)  # no character of a text; xgrammar's own `[^..]` lets them through
-MOST_STATES = 100  # of one automaton, roughly: xgrammar does not compute the masks of a larger one beforehand
-UTF8_LENGTHS = (0x80, 0x800, 0x10000, LAST + 1)  # its expressions let through bytes that are no text where a range
-# goes over one of these
+SURROGATES = (0xD800, 0xDFFF)  # never in valid text; xgrammar's own `[^..]` would allow them
+MOST_STATES = 100  # of one automaton, roughly; xgrammar does not precompute the masks of a larger one
+# First code points of each UTF-8 length. A range in xgrammar's Regex(..) that crosses one of these also matches invalid
+# bytes.
+UTF8_LENGTHS = (0x80, 0x800, 0x10000, LAST + 1)
 
 Ranges = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Chars:
-    """One character out of inclusive ranges of code points, in order and apart; none of them is a surrogate."""
+    """One character out of inclusive ranges of code points. The ranges are sorted, disjoint and hold no surrogates."""
 
     ranges: Ranges
 
 
 @dataclass(frozen=True, slots=True)
 class Literal:
-    """These characters; the empty text where there are none."""
+    """Exactly these characters; the empty text if `text` is empty."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """What the rule of this name describes."""
+    """A reference to the rule of this name."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Seq:
-    """One after the other."""
+    """The parts, one after the other."""
 
     parts: tuple["Node", ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Alt:
-    """One of them; nothing at all where there are none."""
+    """One of the parts; with no parts it matches nothing, not even the empty text."""
 
     parts: tuple["Node", ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """`least` to `most` times; without end where `most` is None."""
+    """`part`, `least` to `most` times; without an upper bound if `most` is None."""
 
     part: "Node"
     least: int
@@ -58,14 +59,14 @@ class Repeat:
 
 @dataclass(frozen=True, slots=True)
 class Regular:
-    """The same as its part, which refers to no rule; xgrammar makes one automaton of it, which is much faster."""
+    """`part`, which refers to no rule, compiled by xgrammar as one automaton; this is much faster."""
 
     part: "Node"
 
 
 @dataclass(frozen=True, slots=True)
 class Blank:
-    """White space that says nothing; where a text is to be compact there is none."""
+    """White space without meaning; a compact grammar leaves it out."""
 
     part: "Node"
 
@@ -76,7 +77,7 @@ NOTHING = Alt(())
 
 
 def chars(*ranges: tuple[int, int]) -> Chars:
-    """The characters of these ranges, which may overlap and hold surrogates."""
+    """Return the characters of these ranges, which may overlap and hold surrogates."""
     merged: list[list[int]] = []
     for low, high in sorted(ranges):
         if merged and low <= merged[-1][1] + 1:
@@ -87,6 +88,7 @@ def chars(*ranges: tuple[int, int]) -> Chars:
 
 
 def _without(ranges: Iterable[Sequence[int]], low: int, high: int) -> Iterator[tuple[int, int]]:
+    """Yield the ranges without the code points `low` to `high`."""
     for first, last in ranges:
         if first < low:
             yield first, min(last, low - 1)
@@ -95,17 +97,17 @@ def _without(ranges: Iterable[Sequence[int]], low: int, high: int) -> Iterator[t
 
 
 def one_of(text: str) -> Chars:
-    """One of these characters."""
+    """Return a node that matches one of these characters."""
     return chars(*((ord(character), ord(character)) for character in text))
 
 
 def complement(of: Chars) -> Chars:
-    """Any other character."""
+    """Return all characters that are not in `of`."""
     return minus(chars((0, LAST)), of)
 
 
 def minus(one: Chars, other: Chars) -> Chars:
-    """The characters of the first that the second lacks."""
+    """Return the characters of `one` that are not in `other`."""
     ranges: list[tuple[int, int]] = list(one.ranges)
     for low, high in other.ranges:
         ranges = list(_without(ranges, low, high))
@@ -113,12 +115,12 @@ def minus(one: Chars, other: Chars) -> Chars:
 
 
 def both(one: Chars, other: Chars) -> Chars:
-    """The characters that are in both."""
+    """Return the characters that are in both classes."""
     return minus(one, minus(one, other))
 
 
 def seq(*parts: Node) -> Node:
-    """One after the other, without needless nesting."""
+    """Return the parts in sequence: nested sequences flattened, adjacent literals joined, empty parts dropped."""
     kept: list[Node] = []
     flat = (inner for part in parts for inner in (part.parts if isinstance(part, Seq) else (part,)))
     for part in flat:
@@ -131,27 +133,27 @@ def seq(*parts: Node) -> Node:
 
 
 def alt(*parts: Node) -> Node:
-    """One of them, each once."""
+    """Return a choice of the parts: nested choices flattened, duplicates and empty classes dropped."""
     flat = (inner for part in parts for inner in (part.parts if isinstance(part, Alt) else (part,)))
     kept = tuple(dict.fromkeys(part for part in flat if part != Chars(())))
     return kept[0] if len(kept) == 1 else Alt(kept)
 
 
 def repeat(part: Node, least: int = 0, most: int | None = None) -> Node:
-    """`least` to `most` times."""
+    """Return `part` repeated `least` to `most` times; without an upper bound if `most` is None."""
     return part if (least, most) == (1, 1) else EMPTY if most == 0 else Repeat(part, least, most)
 
 
 def automaton(node: Node) -> Node:
-    """The same as one automaton, where that is of use and right."""
+    """Return the node wrapped in `Regular` if xgrammar compiles that correctly and fast; else the node itself."""
     return Regular(node) if fits_automaton(node) else node
 
 
 def fits_automaton(node: Node) -> bool:
-    """Whether xgrammar makes one automaton of a node that refers to no rule, rightly and with masks made beforehand.
+    """Whether xgrammar compiles a node without rule references as one automaton, correctly and with precomputed masks.
 
-    Its automata are wrong for some repetitions inside of others or of branches, as in `(?:ab*)?`, which matches b. In
-    a sequence of parts each of which is repeated or not, and holds no repetition, there is none of these.
+    xgrammar's automata are wrong for some repetitions inside other repetitions or branches: its `(?:ab*)?` matches b.
+    So only a sequence is accepted whose parts, repeated or not, contain no further repetition.
     """
     parts = node.parts if isinstance(node, Seq) else (node,)
     repeated = (part.part if isinstance(part, Repeat) else part for part in parts)
@@ -159,14 +161,14 @@ def fits_automaton(node: Node) -> bool:
 
 
 def _is_simple(node: Node) -> bool:
-    """Whether a node is characters in a row, and branches of these."""
+    """Whether a node consists only of characters, sequences and branches."""
     if isinstance(node, Seq | Alt):
         return all(map(_is_simple, node.parts))
     return isinstance(node, Chars | Literal) and node != EMPTY
 
 
 def states(node: Node) -> int:
-    """About how many states the automaton of a node has."""
+    """Return the approximate number of states of the node's automaton."""
     match node:
         case Literal(text):
             return len(text)

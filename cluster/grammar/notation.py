@@ -1,4 +1,4 @@
-"""How nodes are written in the notation that xgrammar reads."""
+"""Writes grammar nodes in the notation that xgrammar reads."""
 
 from collections.abc import Iterator
 
@@ -19,11 +19,11 @@ from cluster.grammar.nodes import (
     chars,
 )
 
-MOST_BLOCKS = 20  # of a repetition that is written in blocks
+MOST_BLOCKS = 20  # of a long repetition that is split into blocks
 
 
 def text_of(node: Node) -> str:
-    """A node as a rule's body has it."""
+    """Return a node in the notation of a rule's body."""
     match node:
         case Literal(text):
             return '"' + "".join(_escaped(ord(character), '"\\') for character in text) + '"'
@@ -51,12 +51,12 @@ def text_of(node: Node) -> str:
 
 
 def _mixes(part: Chars) -> bool:
-    """Whether a class has characters of ASCII and some, but not all, of those at the end of Unicode."""
+    """Whether a class has ASCII characters and some, but not the last, of the characters beyond ASCII."""
     return bool(part.ranges) and part.ranges[0][0] < 0x80 <= part.ranges[-1][1] < LAST
 
 
 def _in_blocks(part: Chars, least: int, most: int) -> Node:
-    """A repetition as repetitions of at most `MOST_STATES`, each of which has masks made beforehand."""
+    """Split a repetition into repetitions of at most `MOST_STATES`, whose masks xgrammar precomputes."""
     block = MOST_STATES
     if most <= block:
         return Repeat(part, least, most)
@@ -65,8 +65,10 @@ def _in_blocks(part: Chars, least: int, most: int) -> Node:
 
 
 def _often(part: Chars) -> str:
-    """A class that is repeated often. Where it mixes ASCII with a part of the rest, xgrammar's masks allow what it then
-    does not accept, so it is written as what it lacks, or apart.
+    """Return a class in a form that may be repeated more than `MOST_STATES` times.
+
+    Where such a class mixes ASCII with some other characters, xgrammar's masks allow tokens that its matcher then
+    rejects. So the class is written as a negated class, or as an alternative of its ASCII part and the rest.
     """
     if part.ranges and part.ranges[-1][1] == LAST:
         return "[^" + "".join(_range(low, high) for low, high in _lacking(part)) + "]"
@@ -75,7 +77,7 @@ def _often(part: Chars) -> str:
 
 
 def _lacking(part: Chars) -> Iterator[tuple[int, int]]:
-    """The code points that a class lacks, surrogates too."""
+    """Yield the ranges of code points, surrogates included, that a class does not contain."""
     after = 0
     for low, high in part.ranges:
         if low > after:
@@ -95,11 +97,12 @@ def _escaped(code: int, special: str) -> str:
 
 
 def _expression(node: Node) -> str:
-    """The node as a regular expression of xgrammar's."""
+    """Return the node as a regular expression in xgrammar's syntax."""
     match node:
         case Literal(text):
             return "".join(map(_quoted, text))
         case Chars():
+            # One class per UTF-8 length: a range across two lengths would also match invalid bytes.
             borders = zip((0, *UTF8_LENGTHS), UTF8_LENGTHS, strict=False)
             classes = [both(node, chars((low, high - 1))).ranges for low, high in borders]
             written = ["".join(_span(low, high) for low, high in ranges) for ranges in classes if ranges]

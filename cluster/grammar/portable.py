@@ -1,6 +1,6 @@
-"""Grammars as they travel to ranks: what xgrammar compiles, which is text of a few kilobytes.
+"""The form in which grammars are sent to ranks: xgrammar's source text, a few kilobytes.
 
-A compiled grammar has masks over all tokens of the vocabulary for each of its places. These are megabytes, and reading
+A compiled grammar has a mask over all tokens of the vocabulary for each of its states. These are megabytes, and reading
 them takes longer than compiling the text again.
 """
 
@@ -13,8 +13,8 @@ from cluster.grammar.asked import GrammarError
 
 @dataclass(frozen=True, slots=True)
 class PortableGrammar:
-    """`source` is rules in xgrammar's notation or, with `tag`, a structural tag as JSON, in which the special `tokens`
-    stand.
+    """`source` is either rules in xgrammar's notation or, with `tag`, a structural tag as JSON. `tokens`: the special
+    tokens that occur in the tag.
     """
 
     source: str
@@ -22,15 +22,15 @@ class PortableGrammar:
     tokens: tuple[int, ...] = ()
 
     def text(self) -> str:
-        """The same as one text."""
+        """Return the grammar as one text."""
         return json.dumps({"tag": self.tag, "tokens": self.tokens}) + "\n" + self.source
 
     @classmethod
     def of(cls, text: str) -> Self:
-        """What `text` made.
+        """Parse what `text` returned.
 
         Raises:
-            GrammarError: it is something else.
+            GrammarError: the text has another form.
         """
         head, newline, source = text.partition("\n")
         try:

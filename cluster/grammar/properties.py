@@ -1,8 +1,8 @@
-"""What `\\p{...}` names in an expression: the general categories of characters, and some properties of ECMAScript.
+"""Unicode properties that `\\p{...}` may name: the general categories of characters, and some properties of ECMAScript.
 
-Unicode grows with each version, and who checks an output may know a newer one than this Python does. So each property
-is two sets: the characters that surely have it, and those that may have it. An expression with `\\p` matches only the
-former. One with `\\P`, or with `\\p` in a negated class, leaves out the latter.
+Unicode grows with each version, and a client that checks an output may know a newer version than this Python does. So
+each property is two sets: the characters that surely have it, and those that may have it. `\\p` matches only the sure
+ones. `\\P`, and `\\p` in a negated class, exclude all that may have the property.
 """
 
 from collections.abc import Iterator
@@ -12,9 +12,10 @@ from unicodedata import category
 
 from cluster.grammar.nodes import Chars, chars, complement
 
-PLANES = ((0, 0x3347F), (0xE0000, 0xE01EF))  # hold all assigned characters of Unicode 17 that are not for private use
+# contain all assigned characters of Unicode 17 that are not for private use
+PLANES = ((0, 0x3347F), (0xE0000, 0xE01EF))
 UNASSIGNED = "Cn"
-RECLASSIFIED = frozenset({0x295, 0x1171E})  # had one category in Unicode 14 and have another in 17: nobody knows which
+RECLASSIFIED = frozenset({0x295, 0x1171E})  # their category differs between Unicode 14 and 17, so it is uncertain
 PRIVATE = chars((0xF0000, 0xFFFFD), (0x100000, 0x10FFFD))
 LONG_NAMES = {
     "Letter": "L", "Cased_Letter": "LC", "Uppercase_Letter": "Lu", "Lowercase_Letter": "Ll", "Titlecase_Letter": "Lt",
@@ -31,7 +32,7 @@ CATEGORIES = frozenset(LONG_NAMES.values())
 
 
 class Property(NamedTuple):
-    """The characters that surely have a property, and all that may have it."""
+    """The characters that surely have a property, and all characters that may have it."""
 
     sure: Chars
     possible: Chars
@@ -47,7 +48,8 @@ WHITE_SPACE = chars(
     (0x09, 0x0D), (0x20, 0x20), (0x85, 0x85), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029),
     (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000),
 )  # fmt: skip
-# Some of the characters that have been pictographs in every version; the second set holds those of all versions.
+# PICTOGRAPHS: some of the characters that are pictographs in every version. MAYBE_PICTOGRAPHS: all that are in some
+# version.
 PICTOGRAPHS = chars(
     (0x231A, 0x231B), (0x23E9, 0x23F3), (0x23F8, 0x23FA), (0x25FB, 0x25FE), (0x2600, 0x2604), (0x2614, 0x2615),
     (0x2648, 0x2653), (0x265F, 0x2660), (0x2665, 0x2666), (0x2692, 0x2697), (0x26BD, 0x26BE), (0x26F0, 0x26F5),
@@ -67,19 +69,18 @@ SETTLED = {
 }
 FIXED = {name: Property(found, found) for name, found in SETTLED.items()}
 FIXED["Extended_Pictographic"] = Property(PICTOGRAPHS, MAYBE_PICTOGRAPHS)
-# Of each property: categories that surely have it, and further ones of which some characters have it.
+# For each property: categories whose characters all have it, and categories of which some characters have it.
 DERIVED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "Alphabetic": (("L", "Nl"), ("M", "So")),
     "Lowercase": (("Ll",), ("Lm", "Lo", "Mn", "Nl", "So")),
     "Uppercase": (("Lu",), ("Nl", "So")),
 }
-OTHERS = (*FIXED, *DERIVED)  # the properties that are no categories
+OTHERS = (*FIXED, *DERIVED)  # the properties that are not general categories
 
 
 def property_of(name: str) -> Property | None:
-    """What `\\p{name}` means; None for a property that is not known here, such as a script.
-
-    A category has its short or its long name, which may follow `gc=` or `General_Category=`.
+    """Return the property that `\\p{name}` names; None if it is not supported, such as a script. A category has its
+    short or its long name, which may follow `gc=` or `General_Category=`.
     """
     bare = name.removeprefix("gc=").removeprefix("General_Category=")
     if LONG_NAMES.get(bare, bare) in CATEGORIES:
@@ -89,9 +90,10 @@ def property_of(name: str) -> Property | None:
 
 @cache
 def _united(names: tuple[str, ...], further: tuple[str, ...] = ()) -> Property:
-    """The property that the characters of these categories have, and that some of `further` categories have.
+    """Return the property of all characters of the categories `names` and of some characters of the categories
+    `further`.
 
-    A character that this Python does not know yet may get any category.
+    A character that this Python's Unicode does not assign yet may get any category, so it may have the property.
     """
     found = _categories()
 
@@ -106,7 +108,7 @@ def _united(names: tuple[str, ...], further: tuple[str, ...] = ()) -> Property:
 
 @cache
 def _categories() -> dict[str, Chars]:
-    """The characters of each category of two letters, as this Python's Unicode has them."""
+    """Return the characters of each two-letter category, according to this Python's Unicode version."""
     found: dict[str, list[tuple[int, int]]] = {"Co": list(PRIVATE.ranges)}
     for low, high in PLANES:
         for code in range(low, high + 1):

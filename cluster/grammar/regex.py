@@ -1,8 +1,8 @@
-"""Regular expressions as grammars: the part of the syntax that ECMAScript and Python share and mean alike.
+"""Regular expressions as grammars: the syntax that ECMAScript and Python share, with the same meaning in both.
 
-An expression describes the whole text. What would be read differently, or not at all, by xgrammar is refused by name;
-xgrammar itself never sees an expression. `.` is any character but line ends, `\\d` and `\\w` are ASCII's. `\\p{L}` is
-ECMAScript's, as JSON Schema has it.
+An expression describes the whole text. Syntax that xgrammar would read differently, or not at all, is refused by name;
+xgrammar itself never sees an expression. `.` is any character except line ends; `\\d` and `\\w` are ASCII only.
+`\\p{L}` is a Unicode property as in ECMAScript, which JSON Schema refers to.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,7 +33,8 @@ MAX_REPEATS = 10_000
 DIGIT = one_of("0123456789")
 WORD = chars((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
 SPACE = one_of(" \t\n\r\f\v")
-# What some reader takes for white space or a line end and another does not is in no class at all.
+# Dialects disagree about which of these are white space. `\s` and `\S` both leave out the disputed ones, so that no
+# dialect rejects an output.
 WIDE_SPACE = chars(
     (0x09, 0x0D), (0x1C, 0x20), (0x85, 0x85), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029),
     (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF),
@@ -47,7 +48,8 @@ CLASSES = {
     "s": SPACE,
     "S": complement(WIDE_SPACE),
 }
-OUTSIDE = CLASSES | {"s": WIDE_SPACE, "S": complement(SPACE)}  # in a class that is negated
+# inside a negated class, where the disputed characters must be in the class
+OUTSIDE = CLASSES | {"s": WIDE_SPACE, "S": complement(SPACE)}
 ANY = minus(complement(one_of("\n\r\x85")), chars((0x2028, 0x2029)))
 CONTROL = {"t": "\t", "n": "\n", "r": "\r", "f": "\f", "v": "\v", "0": "\0"}
 UNSUPPORTED = {
@@ -58,22 +60,22 @@ UNSUPPORTED = {
     "(?#": "comments",
     "(?(": "conditions",
 }
-START, END = Ref("^"), Ref("$")  # while an expression is read
+START, END = Ref("^"), Ref("$")  # anchors, kept by `read` and removed by `plain`
 
 
 @dataclass(frozen=True, slots=True)
 class Look(Ref):
-    """A lookahead, while an expression is read: what follows begins with `part`, or does not where it is `negated`."""
+    """A lookahead: the rest begins with `part`, or must not if `negated`. Exists only between `read` and `plain`."""
 
     part: Node
     negated: bool
 
 
 def parse(expression: str) -> Node:
-    """What an expression matches from its first to its last character.
+    """Return the grammar of an expression that matches the whole text.
 
     Raises:
-        GrammarError: it is not an expression, or uses what is not supported.
+        GrammarError: it is not a valid expression, or uses unsupported syntax.
     """
     node = plain(read(expression))
     if node is None:
@@ -82,10 +84,10 @@ def parse(expression: str) -> Node:
 
 
 def read(expression: str) -> Node:
-    """An expression with its anchors and lookaheads in it: `START`, `END` and `Look`.
+    """Return an expression with its anchors and lookaheads kept as `START`, `END` and `Look` nodes.
 
     Raises:
-        GrammarError: it is not an expression, or uses what is not supported.
+        GrammarError: it is not a valid expression, or uses unsupported syntax.
     """
     node = _Reader(expression).read()
     _check_anchors(node, first=True, last=True)
@@ -93,14 +95,13 @@ def read(expression: str) -> Node:
 
 
 def plain(node: Node) -> Node | None:
-    """An expression without its anchors, which describes the whole text; None if it has lookaheads."""
+    """Return an expression without its anchors, to match the whole text; None if it has lookaheads."""
     return None if any(isinstance(ref, Look) for ref in refs(node)) else mapped(node, lambda _: EMPTY, Ref)
 
 
 def open_sided(node: Node, rest: Node) -> Node:
-    """An expression that says where a text begins, or where it ends, with the `rest` of the text that it leaves open.
-
-    With neither ^ nor $, and with both, it describes the whole text.
+    """Add `rest` on the side of an expression that has no anchor. An expression with only ^ is followed by `rest`; one
+    with only $ is preceded by it. With neither or both, the expression already describes the whole text.
     """
     anchors = {ref for ref in refs(node) if ref in (START, END)}
     if len(anchors) != 1:
@@ -109,7 +110,7 @@ def open_sided(node: Node, rest: Node) -> Node:
 
 
 def refs(node: Node) -> Iterator[Ref]:
-    """The anchors and lookaheads of an expression, without those inside of lookaheads."""
+    """Yield the anchors and lookaheads of an expression; not those inside a lookahead."""
     match node:
         case Ref():
             yield node
@@ -122,6 +123,8 @@ def refs(node: Node) -> Iterator[Ref]:
 
 @dataclass(slots=True)
 class _Reader:
+    """A recursive-descent parser of one expression; `at` is the index of the next character."""
+
     text: str
     at: int = 0
     depth: int = 0
@@ -200,12 +203,13 @@ class _Reader:
             return node
         if isinstance(node, Ref):
             raise self._wrong("^, $ and lookaheads cannot be repeated")
-        self._skip("?")  # how eagerly it matches does not change what it matches
+        self._skip("?")  # a lazy quantifier matches the same texts
         if self._next() in ("*", "+", "?") or self._count() is not None:
             raise self._wrong("two repetitions in a row")
         return repeat(node, *count)
 
     def _count(self) -> tuple[int, int | None] | None:
+        """Consume a quantifier and return its bounds; None if there is none here."""
         for sign, count in (("*", (0, None)), ("+", (1, None)), ("?", (0, 1))):
             if self._skip(sign):
                 return count
@@ -240,6 +244,7 @@ class _Reader:
         return complement(chars(*found)) if negated else chars(*found)
 
     def _member(self, negated: bool) -> tuple[tuple[int, int], ...]:
+        """Consume one character or escape of a class and return its ranges."""
         character = self._next()
         if not character:
             raise self._wrong("a [ is not closed")
@@ -252,7 +257,7 @@ class _Reader:
         return ((ord(character), ord(character)),)
 
     def _escape(self, negated: bool) -> Chars:
-        """The characters of what begins with a backslash; `negated`: it stands in a class that is negated."""
+        """Consume a backslash escape and return its characters; `negated`: it stands in a negated class."""
         character = self.text[self.at + 1 : self.at + 2]
         classes = OUTSIDE if negated else CLASSES
         if character in ("p", "P"):
@@ -276,7 +281,7 @@ class _Reader:
         return one_of(CONTROL.get(character, character))
 
     def _property(self, negated: bool) -> Chars:
-        r"""The characters of `\p{NAME}` or `\P{NAME}`; `negated`: it stands in a class that is negated."""
+        r"""Return the characters of `\p{NAME}` or `\P{NAME}`; `negated`: it stands in a negated class."""
         without = self.text[self.at + 1] == "P"
         name, closed, _ = self.text[self.at + 3 :].partition("}")
         if self.text[self.at + 2 : self.at + 3] != "{" or not closed:
@@ -286,16 +291,17 @@ class _Reader:
             known = f"general categories such as L and Lu, {', '.join(OTHERS)}"
             raise self._wrong(rf"\p{{{name[:40]}}} is not supported; known are {known}")
         self.at += len(name) + 4
-        # Where characters are left out, in one of two ways, those that only may have the property are left out as well.
+        # An output must not hold a character that another Unicode version would reject. So an exclusion, by \P or by a
+        # negated class (but not both), also excludes the characters that only may have the property.
         members = found.possible if without != negated else found.sure
         return complement(members) if without else members
 
 
 def _check_anchors(node: Node, first: bool, last: bool) -> None:
-    """Refuse a ^ that something may precede and a $ that something may follow; `first`, `last`: of the whole text."""
+    """Raise if text could precede a ^ or follow a $. `first`, `last`: the node starts, or ends, the whole text."""
     match node:
         case Look():
-            return  # what is inside is read on its own
+            return  # anchors inside a lookahead are relative to it
         case Ref():
             if not (first if node == START else last):
                 raise GrammarError("the expression has ^ or $ inside, where it cannot match")
@@ -312,7 +318,7 @@ def _check_anchors(node: Node, first: bool, last: bool) -> None:
 
 
 def mapped(node: Node, change: Callable[[Node], Node], kind: type[Node]) -> Node:
-    """The node with every part of a kind changed."""
+    """Return the node with `change` applied to every part of the type `kind`."""
     if isinstance(node, kind):
         return change(node)
     match node:
@@ -327,7 +333,7 @@ def mapped(node: Node, change: Callable[[Node], Node], kind: type[Node]) -> Node
 
 
 def lengths(node: Node) -> tuple[int, int | None]:
-    """The least and the most characters of what matches; None: without end."""
+    """Return the minimum and maximum length, in characters, of texts that match; the maximum is None if unbounded."""
     match node:
         case Literal(text):
             return len(text), len(text)

@@ -1,4 +1,4 @@
-"""What xgrammar is given for each kind of grammar: its own notation, in which nothing is left for it to leave out."""
+"""Converts each kind of grammar to xgrammar's own notation, with nothing in it that xgrammar would silently ignore."""
 
 import json
 import re
@@ -14,15 +14,16 @@ from cluster.grammar.regex import parse
 from cluster.grammar.schema.convert import loaded, object_grammar, schema_grammar
 
 MAX_CHARACTERS = 256_000
-MAX_SOURCE = 2_000_000  # characters of what is made of it, all of them ASCII: what travels to a rank
+MAX_SOURCE = 2_000_000  # characters of the converted grammar, all ASCII, which is sent to ranks
 MAX_CHOICES = 10_000
 ALIKE = 16
-"""Schemas whose rules are kept: a form of several calls has the schema of each tool twice."""
-# What EBNF may not have: tokens by number, automata that xgrammar builds wrongly, options that it does not keep to.
+"""Schemas whose rules are cached: a structural tag with several calls has the schema of each tool twice."""
+# Syntax that EBNF from a client may not use: token ids, automata that xgrammar builds wrongly, options that it does not
+# enforce.
 MACROS = re.compile(r"\b(Token|ExcludeToken|TokenTagDispatch|Regex)\s*\(")
 OPTIONS = re.compile(r"^\s*[\w.-]+\s*\[(.*?)\]\s*::=", re.MULTILINE)
 QUOTED = re.compile(r'#[^\n]*|"(?:\\.|[^"\\\n])*"|\[(?:\\.|[^\]\\\n])*\](?!\s*::=)')
-# The formats of a structural tag that are text, and their fields.
+# The formats of a structural tag that describe text, and their fields.
 FORMATS: dict[str, frozenset[str]] = {
     "const_string": frozenset({"value"}),
     "json_schema": frozenset({"json_schema", "style"}),
@@ -41,7 +42,7 @@ FORMATS: dict[str, frozenset[str]] = {
 }
 
 
-# What a form of ours may have besides.
+# Further formats and fields of a structural tag of the kind chat, which this server writes.
 OF_CHAT: dict[str, frozenset[str]] = {
     "token": frozenset({"token"}),
     "json_schema": FORMATS["json_schema"] | {"compact"},
@@ -49,17 +50,17 @@ OF_CHAT: dict[str, frozenset[str]] = {
 
 
 def tokens_of(tag: Any) -> list[int]:
-    """The tokens that stand in a structural tag as such."""
+    """Return the token ids that occur in a structural tag."""
     inner = tag.values() if isinstance(tag, dict) else tag if isinstance(tag, list) else ()
     own = [tag["token"]] if isinstance(tag, dict) and tag.get("type") == "token" else []
     return sorted({*own, *(token for part in inner for token in tokens_of(part))})
 
 
 def portable(grammar: Grammar) -> PortableGrammar:
-    """A grammar as it travels to ranks.
+    """Return a grammar in the form that is sent to ranks.
 
     Raises:
-        GrammarError: as `source`; or it is too long as xgrammar's rules.
+        GrammarError: as `source`, or its rules are too long.
     """
     text = source(grammar)
     if len(text) > MAX_SOURCE:
@@ -70,10 +71,11 @@ def portable(grammar: Grammar) -> PortableGrammar:
 
 
 def source(grammar: Grammar) -> str:
-    """What xgrammar compiles: a structural tag as JSON for the kind of that name, else rules in its EBNF.
+    """Return what xgrammar compiles: a structural tag as JSON for the kinds structural_tag and chat, else rules in its
+    EBNF.
 
     Raises:
-        GrammarError: it is malformed, or asks for what is not enforced.
+        GrammarError: the grammar is malformed, or uses something that is not enforced.
     """
     if len(grammar.text) > MAX_CHARACTERS:
         raise GrammarError(f"it has {len(grammar.text)} characters; at most {MAX_CHARACTERS} are allowed")
@@ -127,7 +129,7 @@ def _structural_tag(text: str, formats: Mapping[str, frozenset[str]] = FORMATS) 
 
 
 def _of_structures(tag: Mapping[str, Any]) -> dict[str, Any]:
-    """The older form of a structural tag in the newer one."""
+    """Convert the older form of a structural tag to the newer one."""
     _only(tag, {"type", "structures", "triggers"}, "#")
     structures, triggers = tag["structures"], tag.get("triggers")
     if not isinstance(structures, list) or not isinstance(triggers, list):
@@ -143,7 +145,7 @@ def _of_structures(tag: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _format(form: Any, path: str, formats: Mapping[str, frozenset[str]]) -> dict[str, Any]:
-    """A format with the schemas and expressions inside it in EBNF."""
+    """Return a format with the schemas and expressions inside it converted to EBNF."""
     if not isinstance(form, dict):
         raise GrammarError(f"{path}: a format must be an object")
     kind = form.get("type", "tag" if "begin" in form else None)

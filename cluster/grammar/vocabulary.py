@@ -1,4 +1,4 @@
-"""The tokens of a model as bytes, which is all that a grammar knows of them."""
+"""The tokens of a model as bytes; grammars use nothing else of the tokenizer."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
 WORD_BITS = 32
 SPECIAL = b"\xff"
-Row = NDArray[np.int32]  # a mask: token i is bit i % 32 of word i // 32, set if it is allowed
+Row = NDArray[np.int32]  # a mask: token i is bit i % 32 of word i // 32; the bit is set if the token is allowed
 Ids = NDArray[np.int64]
 BITS_OF_OCTET = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(1, dtype=np.uint8)
 
 
 def ids_in(row: Row) -> Ids:
-    """The tokens that a mask allows, in order. Costs what the mask's words that are not 0 cost, not the vocabulary."""
+    """Return the tokens that a mask allows, in order. The cost grows with the mask's nonzero words only."""
     words = np.flatnonzero(row)
     at = np.flatnonzero(np.unpackbits(row[words].view(np.uint8), bitorder="little"))
     return words[at // WORD_BITS] * WORD_BITS + at % WORD_BITS
 
 
 def one_of(row: Row, random: np.random.Generator) -> int:
-    """A token at random of those that a mask allows, which are not none. Costs a tenth of listing them all."""
+    """Return a random token of those that a nonempty mask allows. Ten times faster than listing them."""
     octets = row.view(np.uint8)
     ends = np.cumsum(BITS_OF_OCTET[octets], dtype=np.int64)
     at = int(random.integers(ends[-1]))
@@ -40,10 +40,11 @@ def one_of(row: Row, random: np.random.Generator) -> int:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """`tokens[i]` is what token i writes, for each of the model's logits.
+    """`tokens[i]` is the bytes that token i writes, for each of the model's logits.
 
-    It is empty for what no grammar allows: ids beyond the tokenizer's, and `stops`, the ids that end an output. Special
-    tokens have `SPECIAL` before their name, a byte that is in no text: a grammar allows them only as tokens.
+    The bytes are empty for tokens that no grammar allows as text: ids beyond the tokenizer's, and `stops`, the ids that
+    end an output. Special tokens are `SPECIAL` and their name. `SPECIAL` is a byte that occurs in no text, so a grammar
+    allows special tokens only by id.
     """
 
     tokens: tuple[bytes, ...]
@@ -51,10 +52,10 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: TextTokenizer, vocab_size: int, stops: Iterable[int]) -> Self:
-        """The vocabulary of a model with `vocab_size` logits that ends its outputs with `stops`.
+        """Return the vocabulary of a model with `vocab_size` logits whose outputs end with one of `stops`.
 
         Raises:
-            ConfigError: what this tokenizer's tokens write cannot be told from each of them alone.
+            ConfigError: what a token of this tokenizer writes depends on its neighbours.
         """
         if not tokenizer.byte_wise:
             raise ConfigError(
@@ -71,26 +72,26 @@ class Vocabulary:
         return cls(tuple(texts), ends)
 
     def prepare(self) -> Self:
-        """Make every table that is made on first use: what this process and its forks do later costs none of them."""
+        """Make all cached tables now, so that neither this process nor its forks make them later. Returns itself."""
         for table in (self.info, self.stop_row, self.usable_row, self._ranks, self._longest, self._first_bytes):
             assert table is not None
         return self
 
     @property
     def words(self) -> int:
-        """The length of a mask."""
+        """The number of 32-bit words in a mask."""
         return -(-len(self.tokens) // WORD_BITS)
 
     @cached_property
     def info(self) -> "TokenizerInfo":
-        """The same for xgrammar, made on first use: importing it takes seconds."""
+        """xgrammar's form of the vocabulary. Made on first use, because importing xgrammar takes seconds."""
         from xgrammar import TokenizerInfo, VocabType
 
         stops = list(self.stops)
         return TokenizerInfo(list(self.tokens), VocabType.RAW, vocab_size=len(self.tokens), stop_token_ids=stops)
 
     def longest(self, text: bytes) -> list[int]:
-        """A text as tokens, each the longest one that fits; it ends where none does."""
+        """Split a text greedily into the longest matching tokens; stop where no token matches."""
         found: list[int] = []
         at = 0
         while at < len(text):
@@ -103,20 +104,22 @@ class Vocabulary:
         return found
 
     def shared(self, row: Row) -> bytes:
-        """What every text begins with that may follow by a mask: its tokens begin so, or are the beginning of it.
-        Empty where the output may end, or where a special token may come.
+        """Return the longest text that every continuation allowed by a mask begins with. Every allowed token begins
+        with it, or is a prefix of it. Empty if the output may end, or a special token is allowed.
         """
         words = np.flatnonzero(row)
         if not len(words) or (row & self.stop_row).any():
             return b""
         first_byte = self.tokens[int(words[0]) * WORD_BITS + _lowest_bit(row[words[0]])][:1]
         if not first_byte or (row & self._row_without(first_byte)).any():
-            return b""  # most masks: two of their tokens begin differently, and nothing else has to be looked at
+            return b""  # the common case: two allowed tokens differ in their first byte, so nothing else needs a look
         ranks = self._ranks[ids_in(row)]
         last: bytes = self.tokens[self._order[ranks.max()]]
         if last.startswith(SPECIAL) and len(last) > 1:
             return b""
-        while len(ranks):  # tokens that begin `last` leave it open; the first other one says how much of it is sure
+        # Tokens are compared in sorted order. A prefix of `last` decides nothing; the first other token bounds the
+        # common prefix.
+        while len(ranks):
             first: bytes = self.tokens[self._order[ranks.min()]]
             if not last.startswith(first):
                 return last[: next(at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)]
@@ -124,7 +127,7 @@ class Vocabulary:
         return last
 
     def _row_without(self, first_byte: bytes) -> Row:
-        """A mask of the tokens that do not begin with this byte; those that write nothing among them."""
+        """Return a mask of the tokens that do not begin with this byte, including those that write nothing."""
         found = self._rows_without.get(first_byte)
         if found is None:
             found = self._rows_without[first_byte] = ~self._row_of(np.flatnonzero(self._first_bytes == first_byte[0]))
@@ -132,7 +135,7 @@ class Vocabulary:
 
     @cached_property
     def _first_bytes(self) -> NDArray[np.int16]:
-        """The byte that each token begins with; -1 if it writes nothing."""
+        """The first byte of each token; -1 if it writes nothing."""
         return np.array([text[0] if text else -1 for text in self.tokens], np.int16)
 
     @cached_property
@@ -141,19 +144,19 @@ class Vocabulary:
 
     @cached_property
     def _order(self) -> Ids:
-        """The tokens in order of what they write."""
+        """The tokens sorted by their bytes."""
         return np.array(sorted(range(len(self.tokens)), key=self.tokens.__getitem__), np.int64)
 
     @cached_property
     def _ranks(self) -> Ids:
-        """The place of each token in that order."""
+        """The position of each token in `_order`."""
         ranks = np.empty(len(self.tokens), np.int64)
         ranks[self._order] = np.arange(len(self.tokens))
         return ranks
 
     @cached_property
     def _ids(self) -> dict[bytes, int]:
-        """The first token that writes each text."""
+        """The lowest token id that writes each text."""
         return {text: token for token, text in reversed([*enumerate(self.tokens)]) if text}
 
     @cached_property
@@ -162,7 +165,7 @@ class Vocabulary:
 
     @cached_property
     def stop_row(self) -> Row:
-        """A mask that allows `stops` and nothing else."""
+        """A mask that allows only `stops`."""
         return self._row_of(self.stops)
 
     @cached_property
@@ -171,7 +174,7 @@ class Vocabulary:
         return self._row_of(at for at, text in enumerate(self.tokens) if self._writes(text)) | self.stop_row
 
     def usable_with(self, special: Iterable[int]) -> Row:
-        """The same with these special tokens."""
+        """Return `usable_row` with these special tokens added."""
         return self.usable_row | self._row_of(token for token in special if 0 <= token < len(self.tokens))
 
     @staticmethod
@@ -179,7 +182,7 @@ class Vocabulary:
         return bool(text) and not (text.startswith(SPECIAL) and len(text) > 1)
 
     def _row_of(self, tokens: "Iterable[int] | Ids") -> Row:
-        """The mask that allows these tokens."""
+        """Return the mask that allows these tokens."""
         padded = np.zeros(self.words * WORD_BITS, np.bool_)
         padded[tokens if isinstance(tokens, np.ndarray) else np.fromiter(tokens, np.int64)] = True
         return np.packbits(padded, bitorder="little").view(np.dtype("<i4"))

@@ -1,4 +1,4 @@
-"""Checks a grammar before ranks get it: it is compiled, and walked through at random, as a model would."""
+"""Checks a grammar before ranks get it: compiles it and takes random walks through it, as a model would."""
 
 import re
 
@@ -11,16 +11,17 @@ from cluster.grammar.sources import portable
 from cluster.grammar.vocabulary import Vocabulary, one_of
 
 MAX_COMPILED = 64 << 20  # bytes of a compiled grammar, in each rank that reads it, with a small vocabulary
-COMPILED_PER_ID = 1 << 10  # and for each id of a large one: a mask has a bit for each id, so the same rules take more
-SHOWN = 300  # characters of xgrammar's reason
+COMPILED_PER_ID = 1 << 10  # per id of a large vocabulary: a mask has one bit per id, so the same rules take more memory
+SHOWN = 300  # characters of xgrammar's error message that a client sees
 WALKS = 3
 WALK_TOKENS = 48
-SLOW_TOKEN_S = 0.005  # processor time of a token, on average over a walk
+SLOW_TOKEN_S = 0.005  # processor time per token, averaged over a walk
+# The place in xgrammar's code, at the beginning of its error messages.
 WHERE = re.compile(r"^\[[\d:]+\] \S+:\d+: |^Check failed: \(.*?\) is false: ")
 
 
 class SlowGrammarError(GrammarError):
-    """A grammar that is refused for the time that it takes."""
+    """A grammar is refused because its masks take too long."""
 
 
 class Worker:
@@ -31,16 +32,16 @@ class Worker:
         self._matchers = Matchers(vocabulary)
 
     def prepare(self) -> None:
-        """Do beforehand what every grammar needs; forks of this process have it too."""
+        """Prepare what every grammar needs. Forks of this process inherit it."""
         self._matchers.prepare()
 
     def compile(self, grammar: Grammar) -> str:
-        """The grammar as ranks read it (`Matchers.read`), after it was compiled and tried out.
+        """Compile a grammar, try it out, and return it as the text that ranks read (`Matchers.read`).
 
         Raises:
             GrammarError: it is refused; the message says why.
             SlowGrammarError: it is refused because its masks take too long.
-            MemoryError: there is too little for it.
+            MemoryError: there is too little memory.
         """
         text = portable(grammar).text()
         try:
@@ -55,22 +56,22 @@ class Worker:
 
 
 def max_compiled(ids: int) -> int:
-    """The bytes that a compiled grammar may have over a vocabulary of so many ids."""
+    """Return the maximum size, in bytes, of a compiled grammar over a vocabulary of `ids` tokens."""
     return max(MAX_COMPILED, COMPILED_PER_ID * ids)
 
 
 def shortened(reason: str) -> str:
-    """A reason of xgrammar's without the place in its code, on one line, cut short."""
+    """Return xgrammar's error message on one line, without the place in its code, cut to `SHOWN` characters."""
     line = " ".join(WHERE.sub("", WHERE.sub("", reason.strip())).split())
     return line if len(line) <= SHOWN else line[: SHOWN - 3] + "..."
 
 
 def try_out(matcher: TextMatcher, vocabulary: Vocabulary, seed: int) -> None:
-    """Walk at random through a grammar, as a model would.
+    """Take one random walk through a grammar, as a model would.
 
     Raises:
-        GrammarError: it has a dead end.
-        SlowGrammarError: it takes too long.
+        GrammarError: the grammar has a dead end.
+        SlowGrammarError: its masks take too long.
     """
     random = np.random.default_rng(seed)
     row = np.zeros(vocabulary.words, np.int32)

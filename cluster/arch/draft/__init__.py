@@ -1,4 +1,4 @@
-"""Drafts: the one frozen `DraftSpec`, and how it is read from a checkpoint's shapes and config."""
+"""Reads a draft from a checkpoint's shapes and config into one frozen `DraftSpec`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -33,11 +33,10 @@ def read_draft(
     overrides: Mapping[str, Any] | None = None,
     token_map: str | None = None,
 ) -> DraftSpec:
-    """Read the draft in `folder` for `target` from tensor names and shapes first, the config second; they must agree.
-
-    `shapes` carries normalised names (`layers.0.*`, `fc_norm.i`, no `model.` prefix); `overrides` are the setting
-    `speculative_draft_overrides`, which decides facts that tensors cannot show; `token_map` is the file of the setting
-    `speculative_token_map`.
+    """Return the draft in `folder` for `target`. It follows from tensor names and shapes first, the config second; they
+    must agree. `shapes` has normalised names (`layers.0.*`, `fc_norm.i`, no `model.` prefix). `overrides` is the
+    setting `speculative_draft_overrides`, which decides facts that tensors cannot show. `token_map` is the file of the
+    setting `speculative_token_map`.
 
     Raises:
         ConfigError: config and tensors disagree, the draft does not fit the target, or its format is not served; the

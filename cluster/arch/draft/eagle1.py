@@ -1,7 +1,7 @@
-"""EAGLE-1 and EAGLE-2 (arXiv 2401.15077, 2406.16858): the same weights, only the tree differs.
+"""EAGLE-1 and EAGLE-2 (arXiv 2401.15077, 2406.16858): the same weights; only the tree differs.
 
 x = fc([embed | target's post-norm hidden]), one Llama layer without a norm before its attention, no final norm, the
-target's embedding and head. A config without `bias` means that fc has one. FR-Spec: `d2t` picks rows of that head.
+target's embedding and head. If the config has no key `bias`, fc has one. FR-Spec: `d2t` picks rows of that head.
 """
 
 from cluster.arch.draft.facts import FactResolver
@@ -21,7 +21,7 @@ from cluster.config import ConfigError
 
 
 def read_eagle1(folder: str, outer: ConfigKeys, shapes: Shapes, target: TargetArch, facts: FactResolver) -> DraftSpec:
-    """The EAGLE-1/2 draft of this config and these shapes.
+    """Return the EAGLE-1/2 draft of this config and these shapes.
 
     Raises:
         ConfigError: the two disagree or do not fit the target; the message gives both numbers.

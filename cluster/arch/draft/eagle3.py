@@ -23,7 +23,7 @@ from cluster.config import ConfigError
 
 
 def read_eagle3(folder: str, outer: ConfigKeys, shapes: Shapes, target: TargetArch, facts: FactResolver) -> DraftSpec:
-    """The EAGLE-3 draft of this config and these shapes.
+    """Return the EAGLE-3 draft of this config and these shapes.
 
     Raises:
         ConfigError: the two disagree or do not fit the target; the message gives both numbers.
@@ -55,7 +55,8 @@ def read_eagle3(folder: str, outer: ConfigKeys, shapes: Shapes, target: TargetAr
         raise ConfigError(f"draft {folder!r}: eagle_config.use_last_layernorm is false but 'norm.weight' is there")
     count = layer_count(folder, keys, shapes)
     each = windows_of(keys, geometry, count, facts)
-    normed = use_aux or "layers.0.hidden_norm.weight" in shapes  # ModelOpt's heads have it without aux states too
+    # ModelOpt's drafts have this norm even without aux states
+    normed = use_aux or "layers.0.hidden_norm.weight" in shapes
     layers = [DraftLayer(each[0], pair=True, hidden_norm="hidden_norm" if normed else "none")]
     layers += [later_layer(each[i], shapes, f"layers.{i}", h) for i in range(1, count)]
     unused = [rf"^layers\.{i}\.input_layernorm\.weight$" for i, layer in enumerate(layers) if _sglang(layer)]
@@ -84,9 +85,9 @@ def read_eagle3(folder: str, outer: ConfigKeys, shapes: Shapes, target: TargetAr
 
 
 def later_layer(geometry: LayerGeometry, shapes: Shapes, prefix: str, hidden: int) -> DraftLayer:
-    """A layer after the first; its kind follows from the shape of its q_proj and from the tensors present.
+    """Return a layer after the first; its kind follows from the shape of its q_proj and from its tensors.
 
-    If q_proj reads 2 H, the layer takes the embedding again (DeepSpec). If it reads H and there is a `hidden_norm`,
+    If q_proj reads 2 H, the layer reads the embedding again (DeepSpec). If it reads H and there is a `hidden_norm`,
     that is the norm before attention (SGLang). Otherwise it is an ordinary layer (ModelOpt, speculators, vLLM).
     """
     name = "q_proj" if geometry.latent is None else "q_a_proj"

@@ -1,7 +1,7 @@
 """Facts that a draft's tensors cannot show; each comes from an override, the config, or the format's convention.
 
-Source: draft-checkpoint formats of speculators, SpecForge, ModelOpt, SGLang and vLLM; aux layers numbered one off
-lowered first-position acceptance from 45% to 10% (vLLM #43671).
+Sources: the checkpoint formats of speculators, SpecForge, ModelOpt, SGLang and vLLM. Reading aux layers one off lowered
+first-position acceptance from 45% to 10% (vLLM #43671).
 """
 
 from collections.abc import Mapping
@@ -16,23 +16,23 @@ OVERRIDE = "speculative_draft_overrides"
 
 
 class FactResolver:
-    """Resolves facts and remembers where each value came from."""
+    """Resolves facts and records the source of each value."""
 
     def __init__(self, overrides: Mapping[str, Any]) -> None:
         self._overrides = overrides
         self.choices: list[ResolvedFact] = []
         self.doubts: list[str] = []
-        """What is odd about the draft, though it can be served: sentences without the folder's name."""
+        """Oddities of a draft that is served nevertheless: sentences without the folder's name."""
 
     def choose(self, fact: str, value: Any, source: str) -> Any:
-        """The override of `fact` if there is one, else `value`, which comes from `source`; the choice is recorded."""
+        """Return the override of `fact` if there is one, else `value`, which comes from `source`; record the choice."""
         if fact in self._overrides:
             value, source = self._overrides[fact], OVERRIDE
         self.choices.append(ResolvedFact(fact, value, source))
         return value
 
     def flag(self, fact: str, keys: ConfigKeys, default: bool, convention: str) -> bool:
-        """A true-or-false fact that the config may state under the same name, else `default`, as `convention` says."""
+        """Return a Boolean fact: the config's key of the same name, else `default`, whose source is `convention`."""
         given = keys.data.get(fact) is not None
         return bool(self.choose(fact, keys.flag(fact, default), "config" if given else convention))
 
@@ -44,17 +44,19 @@ def aux_boundaries(
     facts: FactResolver | None = None,
     speculators: bool = False,
 ) -> tuple[int, ...]:
-    """Which residual-stream boundaries the draft reads; boundary j is the stream that enters target layer j.
+    """Return the residual-stream boundaries that the draft reads; boundary j is the stream entering target layer j.
 
-    Ids: `eagle_config.eagle_aux_hidden_state_layer_ids`, else the top-level list of that name, else DeepSpec's
-    `target_layer_ids`, else EAGLE-3's own choice (2, L // 2, L - 3); `num_aux_hidden_states` must be their count.
+    Ids come from `eagle_config.eagle_aux_hidden_state_layer_ids`, else the top-level list of that name, else DeepSpec's
+    `target_layer_ids`, else EAGLE-3's default (2, L // 2, L - 3); `num_aux_hidden_states` must be their count.
+
     Numbering: a top-level list and speculators number boundaries. `eagle_config` and `target_layer_ids` number the
-    layer whose *output* is read, which is boundary id + 1, unless they contain L, which is no layer's number (gpt-oss
-    v3: SGLang #32334), or equal EAGLE-3's default boundaries (Kimi: SGLang #25454). Ids that are these less one number
-    outputs wherever they stand: conversions to speculators copy them from SpecForge's `eagle_config`.
+    layer whose *output* is read, which is boundary id + 1. Exceptions that number boundaries: lists that contain L,
+    which is no layer's number (gpt-oss v3: SGLang #32334), and EAGLE-3's default boundaries (Kimi: SGLang #25454). The
+    default boundaries minus one number outputs in every format: conversions to speculators copy them from SpecForge's
+    `eagle_config`.
 
     Raises:
-        ConfigError: ids and count disagree, or boundaries that do not ascend within the target.
+        ConfigError: ids and count disagree, or the boundaries do not ascend within the target.
     """
     keys, facts = ConfigKeys(data, where), facts or FactResolver({})
     nested = keys.section("eagle_config").numbers(IDS)

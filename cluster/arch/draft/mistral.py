@@ -1,8 +1,8 @@
-"""Mistral's EAGLE heads: params.json beside consolidated.safetensors (SGLang #24058).
+"""Mistral's EAGLE drafts: params.json with consolidated.safetensors (SGLang #24058).
 
-x = eagle_linear([embed | target's post-norm hidden]), ordinary layers with a norm before attention in layer 0 too,
-rope over neighbouring pairs, llama-4's scaling of queries, a final norm, the target's embedding and head. GQA and MLA
-are told apart by their tensors, and params.json must agree, so that an MLA draft is never taken for GQA.
+x = eagle_linear([embed | target's post-norm hidden]), ordinary layers (layer 0 also has a norm before attention), rope
+over neighbouring pairs, llama-4's scaling of queries, a final norm, the target's embedding and head. Tensors decide
+between GQA and MLA, and params.json must agree, so that an MLA draft is never read as GQA.
 """
 
 import re
@@ -33,7 +33,7 @@ LATENT_KEYS = ("q_lora_rank", "kv_lora_rank", "v_head_dim")
 
 
 def read_mistral(folder: str, params: ConfigKeys, shapes: Shapes, target: TargetArch, facts: FactResolver) -> DraftSpec:
-    """The Mistral EAGLE draft of this params.json and these shapes.
+    """Return the Mistral EAGLE draft of this params.json and these shapes.
 
     Raises:
         ConfigError: the two disagree or do not fit the target; the message gives both numbers.
@@ -80,7 +80,7 @@ def _common(shapes: Shapes) -> Shapes:
 
 
 def _latent(params: ConfigKeys, plain: TargetArch) -> LayerGeometry:
-    """These params' dense MLA layer, as DeepSeek's; with `apply_scale` YaRN scales the softmax, not cos and sin."""
+    """Return the dense MLA layer in DeepSeek's form; with `apply_scale`, YaRN scales the softmax, not cos and sin."""
     g, yarn = plain.layer, plain.layer.rope.yarn
     data: dict[str, Any] = {key: params.data.get(key) for key in (*LATENT_KEYS, "qk_nope_head_dim", "qk_rope_head_dim")}
     data |= {

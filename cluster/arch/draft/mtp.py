@@ -1,8 +1,8 @@
-"""MTP layers that ship inside a target's checkpoint: DeepSeek and GLM NextN, Step-3.5, MiMo, Qwen3-Next.
+"""MTP layers inside a target's checkpoint: DeepSeek and GLM NextN, Step-3.5, MiMo, Qwen3-Next.
 
-x = fc([norm(embed) | norm(hidden)]) (MiMo: hidden first), one full decoder layer, a norm, a head. Sources: the report
-of DeepSeek-V3 (arXiv 2412.19437, 2.2), vLLM's and SGLang's loaders. Several layers make a draft runner list
-(SGLang #22954).
+x = fc([norm(embed) | norm(hidden)]) (MiMo: hidden first), one full decoder layer, a norm, a head. Sources: the
+DeepSeek-V3 report (arXiv 2412.19437, 2.2), vLLM's and SGLang's loaders. Several layers form a draft runner list (SGLang
+#22954).
 """
 
 import re
@@ -23,10 +23,10 @@ from cluster.config import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class MtpFormat:
-    """How one producer names an MTP layer's tensors, and its conventions, which `DraftSpec` explains.
+    """A producer's names for the tensors of an MTP layer, and its conventions, which `DraftSpec` explains.
 
-    `prefix` precedes all names and `inner` those of the decoder layer, {index} being the layer's number; `joined` is
-    the fc, `names` are the producer's for parts of the decoder layer.
+    `prefix` precedes all names and `inner` those of the decoder layer; {index} is the layer's number. `joined` is the
+    name of fc; `names` rename parts of the decoder layer.
     """
 
     dialect: str
@@ -92,7 +92,7 @@ QWEN = MtpFormat(
 
 
 def format_of(shapes: Shapes) -> tuple[MtpFormat, list[int]]:
-    """The producer's format, and the numbers of the MTP layers."""
+    """Return the producer's format, and the numbers of the MTP layers."""
     mimo = {int(m[1]) for n in shapes if (m := re.match(r"mtp_layers\.(\d+)\.", n))}
     if mimo:
         return MIMO, sorted(mimo)
@@ -106,7 +106,7 @@ def format_of(shapes: Shapes) -> tuple[MtpFormat, list[int]]:
 
 
 def read_mtp(folder: str, keys: ConfigKeys, shapes: Shapes, target: TargetArch, facts: FactResolver) -> DraftSpec:
-    """The MTP draft of this config and these shapes; the target's tensors in the same checkpoint are ignored.
+    """Return the MTP draft of this config and these shapes; the target's tensors in the same checkpoint are ignored.
 
     Raises:
         ConfigError: the two disagree or do not fit the target; the message gives both numbers.
@@ -161,7 +161,7 @@ def read_mtp(folder: str, keys: ConfigKeys, shapes: Shapes, target: TargetArch, 
 
 
 def _geometry(folder: str, keys: ConfigKeys, shapes: Shapes, form: MtpFormat, prefix: str) -> LayerGeometry:
-    """The decoder layer: latent attention is read as DeepSeek's, grouped heads with NextN experts as GLM's."""
+    """Return the decoder layer: latent attention as in DeepSeek, grouped heads with NextN experts as in GLM."""
     dense = any(f"{prefix}.mlp.{part}_proj.weight" in shapes for part in ("gate", "up", "down"))
     if form is QWEN:
         given = keys.over(NEXT_DEFAULTS)
@@ -178,7 +178,7 @@ def _geometry(folder: str, keys: ConfigKeys, shapes: Shapes, form: MtpFormat, pr
 
 
 def _others(form: MtpFormat, numbers: list[int]) -> tuple[str, ...]:
-    """Patterns of the target's tensors in the same checkpoint."""
+    """Return patterns of the target's tensors in the same checkpoint."""
     of_target = [r"^embed_tokens\.", r"^lm_head\.", r"^norm\."]
     listed = "|".join(str(n) for n in numbers)
     if form.prefix.startswith("layers."):

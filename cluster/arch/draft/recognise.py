@@ -1,4 +1,4 @@
-"""Which format a draft's folder is in, from tensor names and shapes first; formats not served are refused by name."""
+"""Recognises a draft's format, from tensor names and shapes first, and refuses known formats that are not served."""
 
 import re
 from collections.abc import Mapping
@@ -38,10 +38,10 @@ def _refuse(folder: str, what: str, by: str) -> ConfigError:
 
 
 def refuse_unserved(folder: str, data: Mapping[str, Any], shapes: Shapes) -> None:
-    """Refuse a known format that is not served.
+    """Raise if the draft has a known format that is not served.
 
     Raises:
-        ConfigError: the draft has such a format; the message names it.
+        ConfigError: the message names the format.
     """
     for pattern, what in REFUSED_TENSORS:
         found = next((name for name in shapes if re.search(pattern, name)), None)
@@ -60,10 +60,10 @@ def refuse_unserved(folder: str, data: Mapping[str, Any], shapes: Shapes) -> Non
 
 
 def kind_of(folder: str, data: Mapping[str, Any], shapes: Shapes) -> Kind:
-    """The kind of draft that these tensors are.
+    """Return the kind of draft that has these tensors.
 
     Raises:
-        ConfigError: a format that is not served; the message names it where it is known.
+        ConfigError: the format is not served; the message names it if it is known.
     """
     refuse_unserved(folder, data, shapes)
     if is_native(shapes):
@@ -85,5 +85,5 @@ def kind_of(folder: str, data: Mapping[str, Any], shapes: Shapes) -> Kind:
 
 
 def is_native(shapes: Shapes) -> bool:
-    """Whether these tensors have Mistral's own names."""
+    """Whether the tensors have the names of Mistral's own format."""
     return "eagle_linear.weight" in shapes or any(name.startswith("layers.0.attention.") for name in shapes)

@@ -1,6 +1,5 @@
-"""The one frozen `DraftSpec` of a draft: every width, layer number and convention that speculation needs.
-
-Resolved once, from tensor names and shapes first and the config second; no other code reads those keys.
+"""`DraftSpec`: every width, layer number and convention of a draft that speculation needs. It is resolved once, from
+tensor names and shapes first and the config second; no other code reads those keys.
 """
 
 import re
@@ -15,7 +14,7 @@ HiddenNorm = Literal["hidden_norm", "input_layernorm", "none"]
 
 
 class ResolvedFact(NamedTuple):
-    """A fact that the tensors cannot show, its value, and the source of that value."""
+    """A fact that the tensors cannot show: its name, its value, and the source of that value."""
 
     fact: str
     value: Any
@@ -24,9 +23,8 @@ class ResolvedFact(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DraftLayer:
-    """One layer. `pair`: its attention reads `[input_layernorm(embedding) | norm(hidden)]`, 2 H wide, else H.
-
-    `hidden_norm` names the norm of the hidden state before attention.
+    """One draft layer. `pair`: its attention reads `[input_layernorm(embedding) | norm(hidden)]`, 2 H wide; else only
+    H. `hidden_norm` names the norm of the hidden state before attention.
     """
 
     geometry: LayerGeometry
@@ -36,21 +34,21 @@ class DraftLayer:
 
 @dataclass(frozen=True, slots=True)
 class DraftSpec:
-    """A draft, resolved. Legend: H its width, Ht the target's, A what it takes from the target at extend.
+    """A resolved draft. Legend: H its width, Ht the target's, A the width of the target hidden that it reads at extend.
 
-    An entry j of `aux_boundaries` is the residual stream *entering* target layer j (`num_layers`: before the final
-    norm); `input_source` says whether the draft takes those, or the hidden after the target's final norm.
-    `norm_before_fc`: one RMSNorm over their concatenation; `fc_norm`: one for each. `fc` joins aux hidden states at
-    extend (`eagle3`) or embedding and hidden in every forward (the others), in `concat_order`, normed first if
-    `pair_norms`. `norm_before_residual`: the residual of a `pair` layer is the normed hidden. `recurrent`: the next
-    level reads the output before or after the final norm. `zero_first`: a runner's first row has zeros as embedding.
-    `query_scaling` (length, beta): queries at position p are multiplied by 1 + beta log(1 + p // length).
+    Entry j of `aux_boundaries` is the residual stream *entering* target layer j (`num_layers`: before the final norm).
+    `input_source`: the draft reads those, or the hidden after the target's final norm. `norm_before_fc`: one RMSNorm
+    over their concatenation; `fc_norm`: one for each. `fc` joins aux hidden states at extend (`eagle3`), or embedding
+    and hidden in every forward (other kinds), in `concat_order`, normed first if `pair_norms`. `norm_before_residual`:
+    the residual of a `pair` layer is the normed hidden. `recurrent`: the next level reads the output before or after
+    the final norm. `zero_first`: a runner's first row has a zero embedding. `query_scaling` (length, beta): queries at
+    position p are multiplied by 1 + beta log(1 + p // length).
 
     The draft ranks all target ids, those of its `d2t` (`vocab_map`), or those of a separate file (`token_map`).
 
-    `runners` models of these `layers` make the draft runner list; when `chained`, runner i reads the output of runner
-    i - 1, else the target's hidden. `names` turn the model's tensor names into the checkpoint's, applied in order,
-    {index} being `first_index` plus the runner's number.
+    The draft runner list has `runners` models, each with these `layers`. If `chained`, runner i reads the output of
+    runner i - 1, else the target's hidden. `names` map the model's tensor names to the checkpoint's, applied in order;
+    {index} is `first_index` plus the runner's number.
     """
 
     kind: Kind
@@ -94,12 +92,12 @@ class DraftSpec:
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers of one runner."""
+        """Number of decoder layers of one runner."""
         return len(self.layers)
 
     @property
     def layer(self) -> LayerGeometry:
-        """The first layer; all have its width and its heads."""
+        """The first layer; all layers have its width and its heads."""
         return self.layers[0].geometry
 
     @property
@@ -114,7 +112,7 @@ class DraftSpec:
 
     @property
     def num_aux(self) -> int:
-        """How many of the target's hidden states are taken, concatenated low to high."""
+        """The number of target hidden states that are read, concatenated from low to high layers."""
         return len(self.aux_boundaries) if self.use_aux_hidden_state else 1
 
     @property
@@ -123,20 +121,20 @@ class DraftSpec:
         return self.num_aux * self.target_hidden
 
     def stored_name(self, name: str, runner: int = 0) -> str:
-        """What the checkpoint calls the tensor `name` of runner `runner`."""
+        """Return the checkpoint's name for the tensor `name` of runner `runner`."""
         for pattern, replacement in self.names:
             name = re.sub(pattern, replacement.replace("{index}", str(self.first_index + runner)), name)
         return name
 
     def ignored(self, runner: int = 0) -> tuple[str, ...]:
-        """Patterns of stored tensors that are not this runner's: the target's, another runner's, or unused ones."""
+        """Return patterns of stored tensors that a runner does not use: of the target, of other runners, or unused."""
         if self.runners == 1:
             return self.ignored_patterns
         others = "|".join(str(self.first_index + i) for i in range(self.runners) if i != runner)
         return (*self.ignored_patterns, rf"^(layers|mtp_layers)\.({others})\.")
 
     def info(self) -> DraftInfo:
-        """What was resolved, and the source of each fact that tensors cannot show."""
+        """Return a summary of the draft, with the source of each fact that tensors cannot show."""
         return DraftInfo(
             kind=self.kind,
             dialect=self.dialect,

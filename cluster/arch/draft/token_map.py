@@ -1,7 +1,7 @@
-"""FR-Spec's token map from a file (arXiv 2502.14856): the ids that a draft ranks with the target's own head.
+"""FR-Spec's token map (arXiv 2502.14856): the ids that a draft ranks with the target's own head, read from a file.
 
-Either a JSON list of ids, or safetensors with one tensor of them; never a pickle. And what is doubtful about a map
-inside of a draft's checkpoint.
+The file is a JSON list of ids, or safetensors with one tensor of ids; never a pickle. `map_doubts` checks the map that
+a draft's checkpoint holds itself.
 """
 
 import json
@@ -16,14 +16,14 @@ from cluster.config import ConfigError
 
 SETTING = "speculative_token_map"
 WIDTHS = {"I64": "q", "I32": "i"}
-LARGEST = 64 << 20  # bytes: far beyond any vocabulary
+LARGEST = 64 << 20  # maximum bytes of a file, far beyond any vocabulary
 
 
 def read_token_map(file: str, vocab_size: int) -> tuple[int, ...]:
-    """The ids in `file`, ascending; a file may list them by frequency.
+    """Return the ids in `file` in ascending order; the file may list them by frequency.
 
     Raises:
-        ConfigError: no such file, or it does not hold distinct ids of the target's vocabulary.
+        ConfigError: the file does not exist, or does not hold distinct ids of the target's vocabulary.
     """
     path = Path(file)
     if not path.is_file():
@@ -60,9 +60,10 @@ def _from_tensor(path: Path) -> list[int]:
 
 
 def map_doubts(folder: str, shapes: Shapes, size: int, vocab_size: int) -> list[str]:
-    """What is doubtful about the map `d2t` of `size` ids in a draft's folder: one that holds only zeros is the target's
-    first ids, and most likely one that was never filled in. A `t2d` that agrees with it settles that it is meant.
-    Nothing is said of a file that has its header and its size but no data, as an outline of a remote file has.
+    """Return doubts about the map `d2t` of `size` ids in a draft's folder.
+
+    A map of zeros stands for the target's first ids, but most likely was never filled in, unless a `t2d` confirms it. A
+    sparse file without data, as in an outline of a remote file, gives no doubt.
 
     Raises:
         ConfigError: a file of the folder is missing or malformed.
@@ -72,7 +73,7 @@ def map_doubts(folder: str, shapes: Shapes, size: int, vocab_size: int) -> list[
     path, _, stored = stored_tensors(folder)["d2t"]
     with path.open("rb") as file:
         if file.seek(stored.start, os.SEEK_HOLE) < stored.stop:
-            return []  # zeros there are a hole in the file
+            return []  # a hole in a sparse file reads as zeros
         file.seek(stored.start)
         if any(file.read(stored.stop - stored.start)):
             return []

@@ -14,8 +14,8 @@ from cluster.config import ConfigError
 
 
 def layer_count(folder: str, keys: ConfigKeys, shapes: Shapes) -> int:
-    """How many layers the config says that there are, 1 by default; the tensors must not hold more. A `midlayer` is
-    the only one, whatever a config that was copied from the target says.
+    """Return the number of layers by the config, 1 by default; the tensors must not hold more. A `midlayer` is the only
+    layer, even if the config, copied from the target, says otherwise.
 
     Raises:
         ConfigError: a tensor belongs to a later layer; the message names it.
@@ -38,9 +38,8 @@ def layer_count(folder: str, keys: ConfigKeys, shapes: Shapes) -> int:
 def draft_geometry(
     folder: str, keys: ConfigKeys, shapes: Shapes, prefix: str = "layers.0", partial: bool = False
 ) -> LayerGeometry:
-    """One layer's sizes: heads from the config, head_dim from `q_proj` where the config has none, biases from tensors.
-
-    `partial`: the format may rotate only a part of each head.
+    """Return a layer's sizes. Heads come from the config, head_dim from `q_proj` if the config has none, biases from
+    tensors. `partial`: the format may rotate only a part of each head.
 
     Raises:
         ConfigError: config and tensors disagree on a bias.
@@ -56,7 +55,7 @@ def draft_geometry(
         data["head_dim"] = query[0] // heads
     out, mlp = f"{prefix}.self_attn.o_proj.bias", f"{prefix}.mlp.up_proj.bias"
     queries = f"{prefix}.self_attn.q_proj.bias" in shapes
-    qwen = str(keys.data.get("model_type")) in ("qwen2", "mimo")  # whose `attention_bias` means q, k and v alone
+    qwen = str(keys.data.get("model_type")) in ("qwen2", "mimo")  # their `attention_bias` means q, k and v only
     held = qwen and queries and keys.data.get("attention_bias") is True
     return replace(
         geometry_of(ConfigKeys(data, keys.where), partial=partial),
@@ -68,23 +67,24 @@ def draft_geometry(
 
 
 def is_latent(shapes: Shapes, prefix: str) -> bool:
-    """Whether the layer holds any tensor that only latent attention has."""
+    """Whether the layer has a tensor that only latent attention has."""
     return any(
         f"{prefix}.self_attn.{part}.weight" in shapes for part in ("q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj")
     )
 
 
 def latent_geometry(keys: ConfigKeys, dense: bool = True) -> LayerGeometry:
-    """One layer of latent attention, as DeepSeek-V3 configures it, with a dense MLP or with experts."""
+    """Return one layer of latent attention as DeepSeek-V3 configures it, with a dense MLP or with experts."""
     data = dict(keys.data) | {"num_hidden_layers": 1, "first_k_dense_replace": int(dense)}
     return deepseek_v3(ConfigKeys(data, keys.where, keys.file)).layer
 
 
 def windows_of(keys: ConfigKeys, geometry: LayerGeometry, count: int, facts: FactResolver) -> tuple[LayerGeometry, ...]:
-    """Every layer's geometry: `layer_types` says which have the `sliding_window`; without that list, all or none do.
+    """Return every layer's geometry. `layer_types` lists which layers have the `sliding_window`; without it, all or
+    none do.
 
-    Qwen's configs carry a `sliding_window` that applies only with `use_sliding_window` true. Llama's own config has no
-    window, so one that stands in it alone is applied to all layers and noted as a doubt.
+    In Qwen's configs `sliding_window` applies only if `use_sliding_window` is true. Llama's own config has no window;
+    if one is there without the other keys, it is applied to all layers and recorded as a doubt.
     """
     if keys.data.get("sliding_window") is None:
         return (geometry,) * count
@@ -97,8 +97,8 @@ def windows_of(keys: ConfigKeys, geometry: LayerGeometry, count: int, facts: Fac
 
 
 def note_window(facts: FactResolver, keys: ConfigKeys, used: int | None, reading: str, remedy: str) -> None:
-    """Note how a `sliding_window` was read that the draft's format does not define: `used` is the window of its layers,
-    None for full attention.
+    """Record how a `sliding_window` was read that the draft's format does not define. `used` is the window of its
+    layers; None: full attention.
     """
     kind, given = keys.data.get("model_type"), keys.data["sliding_window"]
     facts.choose("sliding_window", used, f"config.json has {given}, which type {kind} does not define")
@@ -108,7 +108,7 @@ def note_window(facts: FactResolver, keys: ConfigKeys, used: int | None, reading
 
 
 def rope_layout(geometry: LayerGeometry, facts: FactResolver, convention: str, source: str) -> LayerGeometry:
-    """The layer with its checkpoint's rotary layout; that of latent attention is always neighbouring pairs."""
+    """Return the layer with its checkpoint's rotary layout; latent attention always rotates neighbouring pairs."""
     if geometry.latent is not None:
         return geometry
     layout = facts.choose("rope_layout", convention, source)
@@ -116,7 +116,7 @@ def rope_layout(geometry: LayerGeometry, facts: FactResolver, convention: str, s
 
 
 def confirmed(folder: str, keys: ConfigKeys, key: str, name: str, present: bool) -> bool:
-    """Whether tensor `name` is there (`present`), which a flag `key` of the config may not deny.
+    """Return `present`, whether the tensor `name` is there; the config's flag `key` must not deny it.
 
     Raises:
         ConfigError: the config says the opposite.
@@ -139,12 +139,12 @@ class DraftVocabulary(NamedTuple):
 def vocabulary_of(
     folder: str, keys: ConfigKeys, shapes: Shapes, target: TargetArch, hidden: int, mapped: bool = False
 ) -> DraftVocabulary:
-    """The draft's vocabulary: rows of its head, which `draft_vocab_size` must confirm.
+    """Return the draft's vocabulary; its size is the number of rows of the head, which `draft_vocab_size` must confirm.
 
-    `mapped`: a `d2t` may pick rows of the target's head; else a draft with a `d2t` has a head of its own.
+    `mapped`: a `d2t` may pick rows of the target's head; else a draft with a `d2t` must have its own head.
 
     Raises:
-        ConfigError: sizes disagree, or the target's embedding or head, which the draft needs, does not fit.
+        ConfigError: sizes disagree, or the draft needs the target's embedding or head, which does not fit.
     """
     own_embed, own_head = "embed_tokens.weight" in shapes, "lm_head.weight" in shapes
     size = keys.integer("draft_vocab_size", target.vocab_size)
@@ -174,10 +174,10 @@ def vocabulary_of(
 
 
 def same_width(folder: str, hidden: int, target: TargetArch) -> None:
-    """Refuse a draft whose layers are not as wide as the target's.
+    """Raise unless the draft's layers have the target's width.
 
     Raises:
-        ConfigError: giving both widths.
+        ConfigError: the message gives both widths.
     """
     if hidden != target.hidden:
         raise ConfigError(
@@ -186,10 +186,10 @@ def same_width(folder: str, hidden: int, target: TargetArch) -> None:
 
 
 def same_target(folder: str, keys: ConfigKeys, target: TargetArch) -> None:
-    """Refuse a draft that was made for a target of other widths.
+    """Raise if the draft was made for a target with another width or vocabulary.
 
     Raises:
-        ConfigError: the widths differ; the message gives both.
+        ConfigError: the message gives both numbers.
     """
     given = keys.integer("target_hidden_size", target.hidden)
     if given != target.hidden:

@@ -1,1 +1,1 @@
-"""One file per target family: from its config.json to a `TargetArch`, and what it calls its tensors."""
+"""One file per target family: converts its config.json to a `TargetArch`, and maps its tensor names."""

@@ -1,4 +1,4 @@
-"""DeepSeek-V3: latent attention, experts chosen by groups with sigmoid scores, and one that every token takes."""
+"""DeepSeek-V3: latent attention, experts chosen by groups with sigmoid scores, and a shared expert for every token."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ NAMES = ((r"\.mlp\.router\.correction$", ".mlp.gate.e_score_correction_bias"), (
 
 
 def deepseek_v3(keys: ConfigKeys) -> TargetArch:
-    """`DeepseekV3ForCausalLM`. Layers beyond `num_hidden_layers` are its MTP drafts and not the target's."""
+    """Return the target of `DeepseekV3ForCausalLM`. Layers from `num_hidden_layers` on are separate MTP drafts."""
     if not keys.flag("rope_interleave", True):
         raise ConfigError(f"{keys.file} of {keys.where!r}: rope_interleave false is not served")
     count = keys.integer("num_hidden_layers")
@@ -45,7 +45,7 @@ def deepseek_v3(keys: ConfigKeys) -> TargetArch:
 
 
 def grouped_experts(keys: ConfigKeys) -> Moe:
-    """Experts chosen by groups with sigmoid scores and a correction bias, and shared ones that every token takes.
+    """Return experts chosen by groups with sigmoid scores and a correction bias, and shared experts for every token.
 
     Raises:
         ConfigError: the experts cannot be divided into the groups, or too many groups are chosen.

@@ -1,4 +1,4 @@
-"""Gemma-3's language model: norms of 1 + weight before and after both blocks; local and global layers."""
+"""Gemma-3's language model: norms of 1 + weight before and after attention and MLP; local and global layers."""
 
 from dataclasses import replace
 
@@ -20,11 +20,11 @@ DEFAULTS = {
     "vocab_size": 262208,
     "max_position_embeddings": 131072,
 }
-"""Defaults of keys that a config leaves out."""
+"""Values of keys that a config leaves out."""
 
 
 def gemma3(keys: ConfigKeys) -> TargetArch:
-    """`Gemma3ForCausalLM`: five local layers to one global one; embedding and head are tied unless said otherwise."""
+    """Return the target of `Gemma3ForCausalLM`: five local layers per global one; by default with a tied head."""
     count = keys.integer("num_hidden_layers")
     for key in ("attn_logit_softcapping", "use_bidirectional_attention"):
         if keys.data.get(key):
@@ -47,7 +47,8 @@ def gemma3(keys: ConfigKeys) -> TargetArch:
         "Gemma3ForCausalLM",
         tuple(local if small else layer for small in which),
         tied=keys.flag("tie_word_embeddings", True),
-        max_position=full.integer("max_position_embeddings"),  # already stretched: vLLM does not multiply it either
+        # already includes rope scaling; vLLM does not multiply it either
+        max_position=full.integer("max_position_embeddings"),
         embed_scale=layer.hidden**0.5,
         softcap=None if cap is None else keys.number("final_logit_softcapping", 1.0),
         names=NAMES,
@@ -55,7 +56,7 @@ def gemma3(keys: ConfigKeys) -> TargetArch:
 
 
 def _local_rope(keys: ConfigKeys) -> Rope:
-    """The rope of local layers: as `rope_parameters` lists it, else `rope_local_base_freq` without scaling."""
+    """Return the rope of local layers: as listed in `rope_parameters`, else `rope_local_base_freq` unscaled."""
     if "sliding_attention" in keys.section("rope_parameters").data:
         return rope_of(_without(keys, "rope_scaling"), 10000.0, "sliding_attention")
     return Rope(keys.number("rope_local_base_freq", 10000.0))

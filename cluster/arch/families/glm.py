@@ -17,11 +17,11 @@ DEFAULTS = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
-"""Defaults of keys that a config leaves out."""
+"""Values of keys that a config leaves out."""
 
 
 def glm4_moe(given: ConfigKeys) -> TargetArch:
-    """`Glm4MoeForCausalLM`: q, k and v may have biases, the output never; further layers are MTP drafts."""
+    """Return the target of `Glm4MoeForCausalLM`: q, k, v may have biases. Extra layers are separate MTP drafts."""
     keys = given.over(DEFAULTS)
     count = keys.integer("num_hidden_layers")
     dense = replace(geometry_of(keys, partial=True), out_bias=False, qk_norm=keys.flag("use_qk_norm"))

@@ -8,7 +8,7 @@ from cluster.arch.target import TargetArch, target_of
 
 
 def gpt_oss(keys: ConfigKeys) -> TargetArch:
-    """`GptOssForCausalLM`."""
+    """Return the target of `GptOssForCausalLM`."""
     count = keys.integer("num_hidden_layers")
     full = keys.over({"head_dim": 64, "attention_bias": True, "rms_norm_eps": 1e-5})
     width = keys.integer("intermediate_size")

@@ -1,4 +1,4 @@
-"""Llama 2 and 3.x, Mistral, which adds one sliding window for all layers, and Ministral 3, whose queries grow."""
+"""Llama 2 and 3.x; Mistral (one sliding window for all layers); Ministral 3 (position-dependent query scaling)."""
 
 from dataclasses import replace
 
@@ -9,13 +9,13 @@ from cluster.arch.target import TargetArch, target_of
 
 
 def llama(keys: ConfigKeys) -> TargetArch:
-    """`LlamaForCausalLM`."""
+    """Return the target of `LlamaForCausalLM`."""
     layers = (geometry_of(keys),) * keys.integer("num_hidden_layers")
     return target_of(keys, "LlamaForCausalLM", layers)
 
 
 def mistral(keys: ConfigKeys) -> TargetArch:
-    """`MistralForCausalLM`: a sliding window in every layer, 4096 if the config lacks the key, none if it is null."""
+    """Return the target of `MistralForCausalLM`: a sliding window in all layers, by default 4096; none if null."""
     count = keys.integer("num_hidden_layers")
     window = None
     if keys.data.get("sliding_window", 4096) is not None:
@@ -25,7 +25,7 @@ def mistral(keys: ConfigKeys) -> TargetArch:
 
 
 def ministral3(keys: ConfigKeys) -> TargetArch:
-    """`Ministral3ForCausalLM`: Mistral without a window unless one is given, whose queries grow with the position."""
+    """Return the target of `Ministral3ForCausalLM`: Mistral without a default window, with scaling of queries."""
     scaling, given = scaling_of(keys), ConfigKeys({"sliding_window": None, **keys.data}, keys.where, keys.file)
     grown = None
     if scaling.data.get("llama_4_scaling_beta"):

@@ -1,4 +1,4 @@
-"""Mistral's own format: params.json beside consolidated.safetensors, heads rotated in interleaved pairs."""
+"""Mistral's own format: params.json with consolidated.safetensors, rope over interleaved pairs."""
 
 from dataclasses import replace
 from typing import Any
@@ -35,10 +35,11 @@ END_OF_TEXT = 2
 
 
 def mistral_native(params: ConfigKeys) -> TargetArch:
-    """A dense Mistral; params.json never names the end token, which is 2, and 128,000 positions are its default.
+    """Return a dense Mistral target. The end token is always 2, as params.json never names it; 128,000 positions are
+    the default.
 
     Raises:
-        ConfigError: it holds experts, latent attention or a vision tower.
+        ConfigError: the model has experts, latent attention or a vision tower.
     """
     for key in NOT_SERVED:
         if params.data.get(key):
@@ -69,7 +70,7 @@ def mistral_native(params: ConfigKeys) -> TargetArch:
 
 
 def query_scaling(params: ConfigKeys) -> tuple[int, float] | None:
-    """How queries grow with the position, (length, beta); None: they do not."""
+    """Return how queries are scaled with the position, as (length, beta); None: not at all."""
     scaling = params.section("llama_4_scaling")
     if not scaling.data:
         return None

@@ -1,4 +1,4 @@
-"""Mixtral: Mistral's attention, and eight or more experts in place of the MLP."""
+"""Mixtral: Mistral's attention, with eight or more experts as the MLP."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ NAMES = (
 
 
 def mixtral(keys: ConfigKeys) -> TargetArch:
-    """`MixtralForCausalLM`."""
+    """Return the target of `MixtralForCausalLM`."""
     moe = Moe(
         experts=keys.integer("num_local_experts", 8),
         active=keys.integer("num_experts_per_tok", 2),

@@ -9,24 +9,24 @@ from cluster.config import ConfigError
 
 
 def qwen2(keys: ConfigKeys) -> TargetArch:
-    """`Qwen2ForCausalLM`: q, k and v always have biases, the output never."""
+    """Return the target of `Qwen2ForCausalLM`: q, k and v always have biases, the output never."""
     layer = replace(geometry_of(keys), attention_bias=True, out_bias=False)
     return target_of(keys, "Qwen2ForCausalLM", _windows(keys, layer))
 
 
 def mimo(keys: ConfigKeys) -> TargetArch:
-    """`MiMoForCausalLM`: Qwen2, with an MTP draft beside it."""
+    """Return the target of `MiMoForCausalLM`: Qwen2, with an MTP draft in the same checkpoint."""
     return replace(qwen2(keys), family="MiMoForCausalLM", ignored=(r"^mtp_layers\.",))
 
 
 def qwen3(keys: ConfigKeys) -> TargetArch:
-    """`Qwen3ForCausalLM`; heads of 128 where the config does not say."""
+    """Return the target of `Qwen3ForCausalLM`; head_dim is 128 by default."""
     layer = replace(geometry_of(keys.over({"head_dim": 128})), qk_norm=True)
     return target_of(keys, "Qwen3ForCausalLM", _windows(keys, layer))
 
 
 def qwen3_moe(keys: ConfigKeys) -> TargetArch:
-    """`Qwen3MoeForCausalLM`: layers of `mlp_only_layers`, and those between sparse steps, are dense."""
+    """Return the target of `Qwen3MoeForCausalLM`: `mlp_only_layers`, and layers between the sparse ones, are dense."""
     count, step = keys.integer("num_hidden_layers"), keys.integer("decoder_sparse_step", 1)
     dense = replace(geometry_of(keys), qk_norm=True, sliding_window=_window(keys))
     moe = Moe(
@@ -43,7 +43,7 @@ def qwen3_moe(keys: ConfigKeys) -> TargetArch:
 
 
 NEXT_DEFAULTS = {"head_dim": 256, "partial_rotary_factor": 0.25}
-"""Qwen3-Next's defaults of keys that a config leaves out."""
+"""Qwen3-Next's values of keys that a config leaves out."""
 NEXT_NAMES = (
     (r"\.mlp\.router\.", ".mlp.gate."),
     (r"\.mlp\.shared_experts\.", ".mlp.shared_expert."),
@@ -52,7 +52,7 @@ NEXT_NAMES = (
 
 
 def qwen3_next_experts(keys: ConfigKeys) -> Moe:
-    """Qwen3-Next's experts: softmax over all, and one with a gate of its own that every token takes."""
+    """Return Qwen3-Next's experts: scored by a softmax over all, and a shared expert with a gate for every token."""
     experts, active = keys.integer("num_experts", 512), keys.integer("num_experts_per_tok", 10)
     if active > experts:
         raise ConfigError(f"{keys.file} of {keys.where!r}: num_experts_per_tok {active} exceeds the {experts} experts")
@@ -67,13 +67,13 @@ def qwen3_next_experts(keys: ConfigKeys) -> Moe:
 
 
 def _window(keys: ConfigKeys) -> int | None:
-    """The sliding window, which applies only with `use_sliding_window`."""
+    """Return the sliding window, which applies only with `use_sliding_window`; else None."""
     used = keys.flag("use_sliding_window") and keys.data.get("sliding_window", 4096) is not None
     return keys.integer("sliding_window", 4096) if used else None
 
 
 def _windows(keys: ConfigKeys, layer: LayerGeometry) -> tuple[LayerGeometry, ...]:
-    """With `use_sliding_window`, layers from `max_window_layers` on have the sliding window."""
+    """Return the layers; with `use_sliding_window`, those from `max_window_layers` on have the sliding window."""
     count, window = keys.integer("num_hidden_layers"), _window(keys)
     first = keys.data.get("max_window_layers", 28)
     default = [window is not None and i >= first for i in range(count)]

@@ -28,7 +28,7 @@ TEXT: dict[str, Callable[[ConfigKeys], TargetArch]] = {
     "gemma3_text": gemma3,
 }
 SEVEN_B: Mapping[str, Any] = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
-# What published text_configs leave out, because it was the default of their model type when they were written.
+# Values that published text_configs leave out, because they were defaults of their model type at the time.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "llama": {**SEVEN_B, "intermediate_size": 11008, "vocab_size": 32000, "max_position_embeddings": 2048},
     "mistral": {
@@ -45,7 +45,7 @@ NOT_TEXT = (r"^(vision_tower|multi_modal_projector|mm_projector)\.",)
 
 
 def wrapped(keys: ConfigKeys, wrapper: str) -> TargetArch:
-    """The language model inside `wrapper`, its family named after both."""
+    """Return the language model inside `wrapper`; its family is named after both."""
     text = keys.section("text_config")
     kind = str(text.data.get("model_type") or "llama")
     if kind not in TEXT:

@@ -1,7 +1,7 @@
-"""Models of a hub such as huggingface.co: names resolved to commits, and files fetched into the cache.
+"""Models on a hub such as huggingface.co: names are resolved to commits, and files are fetched into the cache.
 
-The library `huggingface_hub` finds, downloads and caches. The code here decides which files are served and when they
-are fetched, and says what to do when they cannot be.
+The library `huggingface_hub` finds, downloads and caches. The code here decides which files are used and when they are
+fetched, and explains failures.
 """
 
 from cluster.arch.hub.names import HubModel, hub_model, name_of

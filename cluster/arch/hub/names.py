@@ -1,4 +1,4 @@
-"""Names of models on a hub: NAME or ORGANISATION/NAME, alone or followed by @REVISION."""
+"""Names of models on a hub: NAME or ORGANISATION/NAME, optionally followed by @REVISION."""
 
 import re
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from cluster.config import ConfigError
 
 SCHEME = "hf://"
 HUB_NAME = "its name on a hub, ORGANISATION/NAME or ORGANISATION/NAME@REVISION"
-"""The end of a help text."""
+"""The end of help texts."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """A model of a hub at a revision, which is a branch, a tag or a commit. `commit` is the full hash that the revision
-    was resolved to, and empty before that.
+    """A model on a hub at a revision: a branch, a tag or a commit. `commit` is the full hash that the revision was
+    resolved to, empty before that.
     """
 
     name: str
@@ -25,22 +25,22 @@ class HubModel:
     commit: str = ""
 
     def __str__(self) -> str:
-        """The form that settings hold once the commit is known; `hub_model` reads it back."""
+        """Return the form that settings hold once the commit is known; `hub_model` parses it."""
         return f"{SCHEME}{self.name}@{self.revision}" + (f"#{self.commit}" if self.commit else "")
 
     @property
     def shown(self) -> str:
-        """The form that messages use, and that every command takes."""
+        """The form used in messages, which every command accepts."""
         return f"{self.name}@{self.commit or self.revision}"
 
 
 def hub_model(text: str) -> HubModel | None:
-    """The model of a hub that `text` names, or None where `text` is a path.
+    """Return the hub model that `text` names; None if `text` is a path.
 
-    A file or folder that exists is a path, whatever it is called. With `hf://` in front, `text` is always a name.
+    An existing file or folder is a path, whatever its name. With the prefix `hf://`, `text` is always a name.
 
     Raises:
-        ConfigError: `text` begins with hf:// and no name follows, or nothing follows its @.
+        ConfigError: no valid name follows hf://, or nothing follows the @.
     """
     name, at, revision = text.removeprefix(SCHEME).partition("@")
     forced = text.startswith(SCHEME)
@@ -63,7 +63,7 @@ def hub_model(text: str) -> HubModel | None:
 
 
 def name_of(folder: str) -> str:
-    """What the model in `folder` is called: the name of the folder or, of a snapshot in a cache of the hub
+    """Return the name of the model in `folder`: the folder's name or, for a snapshot in a hub cache
     (models--ORGANISATION--NAME/snapshots/COMMIT), ORGANISATION/NAME.
     """
     path = Path(folder)

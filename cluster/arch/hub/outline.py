@@ -1,4 +1,4 @@
-"""A model of a hub as a folder without weights: its configs, and the headers of its weights read by range requests."""
+"""A hub model as a folder without weights: its configs, and the headers of its weight files, read by range requests."""
 
 import os
 import tempfile
@@ -17,23 +17,23 @@ from cluster.arch.safetensors.header import LONGEST, read_header
 from cluster.arch.safetensors.stored import normal_name
 from cluster.config import ConfigError
 
-FIRST = 64 << 10  # bytes asked for first: more than most headers have
-READ = ("d2t",)  # the ids of a draft's vocabulary
-LARGEST = 64 << 20  # bytes of such a tensor: far beyond any vocabulary
+FIRST = 64 << 10  # bytes of the first request; most headers are smaller
+READ = ("d2t",)  # tensors whose data is fetched too: d2t, the ids of a draft's vocabulary
+LARGEST = 64 << 20  # maximum bytes of such a tensor, far beyond any vocabulary
 CONNECTIONS = 8
 RETRIES = 2  # after 1 and 2 seconds
 
 
 @contextmanager
 def outline(model: HubModel) -> Iterator[str]:
-    """A folder to read a model's configs and headers from, for as long as the block runs.
+    """A context manager: yields a folder with a model's configs and headers, which exists while the block runs.
 
-    It is the snapshot in the cache where that is whole. Else it is a temporary folder, whose files of weights have
-    their headers and their size, and of the data a draft's `d2t` alone. A ConfigError of the block names the model in
-    place of that folder.
+    It is the snapshot in the cache if that is complete. Else it is a temporary folder whose weight files have their
+    header and their size but no data, except a draft's `d2t`. A ConfigError raised in the block names the model instead
+    of that folder.
 
     Raises:
-        ConfigError: the files cannot be had.
+        ConfigError: the files cannot be fetched.
     """
     snapshot = described(model)
     if is_whole(snapshot):
@@ -53,11 +53,10 @@ def outline(model: HubModel) -> Iterator[str]:
 
 
 def _write_header(snapshot: Snapshot, name: str, path: Path) -> None:
-    """Write the beginning of a remote file of safetensors, as far as its header goes, into a file of the same size;
-    and the data of `READ`, which are checked before weights are loaded.
+    """Write the header of a remote safetensors file, and the data of `READ`, which is checked before weights are
+    loaded, into a sparse local file of the same size.
 
-    How long the header claims to be is checked here only as far as it decides what is downloaded; who reads the file
-    checks the rest.
+    The header's length is checked here only to limit the download; the reader of the file checks the rest.
     """
     assert snapshot.listed is not None, "a snapshot without a list of files has no names of weights"
     size = snapshot.listed[name].size
@@ -71,7 +70,7 @@ def _write_header(snapshot: Snapshot, name: str, path: Path) -> None:
     try:
         tensors = read_header(path)
     except ConfigError:
-        return  # the same error meets whoever reads the folder
+        return  # the reader of the folder reports the same error
     for name, stored in tensors.items():
         if normal_name(name) in READ and stored.stop - stored.start <= LARGEST:
             with path.open("r+b") as file:
@@ -80,7 +79,7 @@ def _write_header(snapshot: Snapshot, name: str, path: Path) -> None:
 
 
 def _read(url: str, start: int, stop: int) -> bytes:
-    """Bytes `start` to `stop - 1` of a remote file; no more than that are taken, whatever the server sends.
+    """Return bytes `start` to `stop - 1` of a remote file, and read no more than that, whatever the server sends.
 
     Raises:
         OSError: the server does not send them.

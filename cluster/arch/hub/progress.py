@@ -1,4 +1,4 @@
-"""A download that shows how far it is, on a terminal or in the log, and ends at once when it is interrupted."""
+"""A download that reports its progress on a terminal or in the log, and ends at once when it is interrupted."""
 
 import logging
 import threading
@@ -15,15 +15,15 @@ Check = Callable[[], None]
 CHECK_PERIOD_S = 0.2
 THREAD = "aerie-download"
 LOG_PERIOD_S = 30.0
-BYTES = "huggingface_hub.snapshot_download"  # what the library calls its bar of the bytes that are written
+BYTES = "huggingface_hub.snapshot_download"  # the library's name for the progress bar that counts bytes written
 
 
 def watched(name: str, download: Callable[[type[tqdm]], object], check: Check | None = None) -> None:
-    """Run `download` with a class of progress bars: they draw on a terminal, and log every `LOG_PERIOD_S` in any case.
+    """Run `download` with a class of progress bars, which draw on a terminal and log every `LOG_PERIOD_S` everywhere.
 
-    The library waits for its threads when it is interrupted, until each has ended its file. So the download runs in a
-    thread of its own here, and once this one is interrupted the next piece that arrives ends it. `check` is called
-    every `CHECK_PERIOD_S` meanwhile, and may raise to interrupt it.
+    On an interrupt the library waits until each of its threads has finished its file. So the download runs in a
+    separate thread; after an interrupt, the next piece of data that arrives ends it. `check` is called every
+    `CHECK_PERIOD_S` meanwhile, and may raise to interrupt the download.
     """
     interrupted = threading.Event()
 
@@ -31,8 +31,8 @@ def watched(name: str, download: Callable[[type[tqdm]], object], check: Check | 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             self._counts_bytes, self._bytes = kwargs.get("name") == BYTES, 0.0
             self._logged_at = time.monotonic()
-            kwargs.setdefault("disable", None)  # draws on terminals alone
-            kwargs["leave"] = False  # and is gone when it is over
+            kwargs.setdefault("disable", None)  # draw only on a terminal
+            kwargs["leave"] = False  # erase the bar at the end
             super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
 
         def update(self, n: float | None = 1) -> bool | None:

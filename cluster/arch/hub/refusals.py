@@ -1,4 +1,4 @@
-"""Why a model of a hub cannot be had, in words that say what to do."""
+"""Error messages for hub models that cannot be fetched; each says what to do."""
 
 import errno
 import logging
@@ -14,15 +14,15 @@ from cluster.config import ConfigError
 
 logger = logging.getLogger(__name__)
 
-REVISIONS_SHOWN = 5  # of each kind
+REVISIONS_SHOWN = 5  # at most so many branches and so many tags
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 @contextmanager
 def explained(model: HubModel) -> Iterator[None]:
-    """Turn a failure of the hub, the network or the disk inside the block into a ConfigError that says what was tried,
-    what went wrong and what to do.
+    """A context manager: turns failures of the hub, the network or the disk into a ConfigError that says what was
+    tried, what went wrong and what to do.
     """
     try:
         yield
@@ -34,12 +34,12 @@ def explained(model: HubModel) -> Iterator[None]:
 
 
 def _is_from_outside(error: Exception) -> bool:
-    """Whether the error is of the disk, the library, or the HTTP client that the library uses."""
+    """Whether the error comes from the disk, the library, or the library's HTTP client."""
     return isinstance(error, OSError) or type(error).__module__.startswith(("huggingface_hub", "http"))
 
 
 def not_cached(model: HubModel, missing: list[str]) -> ConfigError:
-    """The error for a model whose files are not all in the cache while the hub may not be asked."""
+    """Return the error for a model that is incomplete in the cache while the hub may not be contacted."""
     lacks = f"lacks {', '.join(missing[:3])}{' and others' if missing[3:] else ''} of it" if missing else "lacks it"
     return ConfigError(f"{_tried(model)}: {_offline(model, lacks)}")
 
@@ -57,7 +57,7 @@ def _offline(model: HubModel, lacks: str) -> str:
 
 
 def _why(model: HubModel, error: Exception) -> str:
-    """What went wrong and what to do, by the first error in the chain of causes that says so."""
+    """Return what went wrong and what to do, from the first known error in the chain of causes."""
     causes = list(_causes(error))
     for cause in causes:
         if isinstance(cause, errors.HfHubHTTPError):
@@ -85,7 +85,7 @@ def _why(model: HubModel, error: Exception) -> str:
 
 
 def _answered(model: HubModel, error: errors.HfHubHTTPError) -> str:
-    """What an answer of the hub means."""
+    """Return what an error response of the hub means."""
     token = "HF_TOKEN, or `hf auth login`," if get_token() is None else "the token that is set"
     page = f"{constants.ENDPOINT}/{model.name}"
     if isinstance(error, errors.GatedRepoError):
@@ -102,8 +102,8 @@ def _answered(model: HubModel, error: errors.HfHubHTTPError) -> str:
 
 
 def _revisions(model: HubModel) -> str:
-    """A few of the revisions that there are, as the end of a sentence."""
-    with suppress(Exception):  # the hub has just answered, and the error is complete without the list
+    """Return some existing revisions, as the end of a sentence."""
+    with suppress(Exception):  # the message is complete without the list
         refs = HfApi().list_repo_refs(model.name)
         parts = []
         for kind, found in (("branches", refs.branches), ("tags", refs.tags)):
@@ -126,7 +126,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def no_room(model: HubModel, needed: int, free: int, folder: Path) -> ConfigError:
-    """The error for a disk that is too small, known before anything is downloaded; sizes in bytes."""
+    """Return the error for a disk that is too small, detected before the download; sizes in bytes."""
     return ConfigError(
         f"{model.shown} needs {needed / 1e9:.2f} GB in {constants.HF_HUB_CACHE!r}, and the disk of {str(folder)!r} has "
         f"{free / 1e9:.2f} GB free; make room there, or set HF_HOME to a folder on another disk"
@@ -134,9 +134,7 @@ def no_room(model: HubModel, needed: int, free: int, folder: Path) -> ConfigErro
 
 
 def damaged(model: HubModel, wrong: dict[str, tuple[str, str]]) -> ConfigError:
-    """The error for downloaded files whose contents are not those that the hub lists: by name, the hash that was found
-    and the one that is listed.
-    """
+    """Return the error for downloads with wrong hashes; `wrong` maps a file name to the (found, listed) hashes."""
     files = "; ".join(f"{name} has hash {found}, and {listed} is listed" for name, (found, listed) in wrong.items())
     return ConfigError(
         f"{model.shown} from {constants.ENDPOINT} arrived damaged: {files}. What is damaged has been removed; start "

@@ -1,4 +1,4 @@
-"""The settings of an engine that may name models of a hub, and what becomes of them: a commit, then a folder."""
+"""The engine settings that may name hub models; each name is replaced by a commit, then by a folder."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,46 +15,45 @@ NAMES = (*WITH_WEIGHTS, "tokenizer_path")
 
 
 def hub_models(config: EngineConfig) -> dict[str, HubModel]:
-    """The settings that name a model of a hub and not a folder, by name."""
+    """Return the hub models that the settings name, by setting; settings that name folders are left out."""
     given = {name: getattr(config, name) for name in NAMES}
     found = {name: hub_model(text) for name, text in given.items() if text is not None}
     return {name: model for name, model in found.items() if model is not None}
 
 
 def is_pinned(config: EngineConfig) -> bool:
-    """Whether any setting names a model of a hub as `pin` writes it; the network and the disk are not asked."""
+    """Whether any setting names a hub model in the form that `pin` writes. Uses neither network nor disk."""
     return any(str(getattr(config, name)).startswith(SCHEME) for name in NAMES)
 
 
 def pin(config: EngineConfig) -> EngineConfig:
-    """The settings with every name of a hub resolved to a commit, so that all processes that get them load the same. A
-    name that several settings give is resolved once.
+    """Return the settings with every hub name resolved to a commit, so that all processes load the same files. A name
+    that occurs in several settings is resolved once.
 
     Raises:
-        ConfigError: there is no such model or revision, or neither the hub nor the cache can tell.
+        ConfigError: the model or revision does not exist, or neither the hub nor the cache can tell.
     """
     commits = {model: str(resolved(model)) for model in {*hub_models(config).values()}}
     return _with(config, lambda name, model: commits[model])
 
 
 def describe(config: EngineConfig) -> EngineConfig:
-    """The settings with a folder of this node for every name of a hub; it holds all that is served but the weights.
+    """Return the settings with hub names replaced by folders on this node that hold all files except the weights.
 
     Raises:
-        ConfigError: the files cannot be had.
+        ConfigError: the files cannot be fetched.
     """
     return _with(config, lambda name, model: str(described(model).folder))
 
 
 def fetch(config: EngineConfig, check: Check | None = None) -> EngineConfig:
-    """The settings with a folder of this node for every name of a hub; it holds all that is served.
+    """Return the settings with hub names replaced by folders on this node that hold all files.
 
-    What the cache lacks is downloaded, by one process of the node while the others wait. Models that cannot be served
-    are refused before that, by their configs and headers. `check` is called now and then during a download, and may
-    raise to end it.
+    Missing files are downloaded by one process of the node, while others wait. Models that cannot be served are refused
+    first, from their configs and headers. `check` is called regularly during a download, and may raise to end it.
 
     Raises:
-        ConfigError: the files cannot be had, or the models cannot be served.
+        ConfigError: the files cannot be fetched, or the models cannot be served.
     """
     if not hub_models(config):
         return config
@@ -69,11 +68,11 @@ def fetch(config: EngineConfig, check: Check | None = None) -> EngineConfig:
 
 
 def folder_of(source: str, *, weights: bool = True) -> str:
-    """The folder `source` or, where that is a name on a hub, a folder of this node with the model's files: all that are
-    served, or without `weights` the others.
+    """Return the folder `source` or, for a hub name, a folder on this node with the model's files: all files, or all
+    except the weights if `weights` is False.
 
     Raises:
-        ConfigError: the files cannot be had.
+        ConfigError: the files cannot be fetched.
     """
     model = hub_model(source)
     return source if model is None else str((whole if weights else described)(model).folder)
@@ -81,10 +80,10 @@ def folder_of(source: str, *, weights: bool = True) -> str:
 
 @contextmanager
 def outlined(config: EngineConfig) -> Iterator[EngineConfig]:
-    """The settings with folders to read configs and headers from, for as long as the block runs; see `outline`.
+    """A context manager: yields the settings with folders to read configs and headers from; see `outline`.
 
     Raises:
-        ConfigError: the files cannot be had.
+        ConfigError: the files cannot be fetched.
     """
     with ExitStack() as stack:
 

@@ -1,4 +1,4 @@
-"""The files of one commit of a model, in this node's cache: which are served, and how they get there whole."""
+"""The files of one commit of a model in this node's cache: which are used, and how they are downloaded and verified."""
 
 import hashlib
 import json
@@ -41,7 +41,7 @@ DESCRIPTION = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""What is served of a model beside its weights. Nothing else is downloaded: no pickles, GGUF, or code."""
+"""The files that are used besides the weights. Nothing else is downloaded: no pickles, GGUF or code."""
 CONFIGS = ("config.json", "params.json")
 
 
@@ -49,8 +49,8 @@ CONFIGS = ("config.json", "params.json")
 class Snapshot:
     """The folder in the cache that holds, or will hold, the files of a commit.
 
-    `listed` are the files at the top of the repository by name, with their sizes and hashes. It is None where neither
-    the cache nor the hub could give the list; the folder is then taken as it is.
+    `listed` are the files at the top level of the repository by name, with sizes and hashes. It is None if neither the
+    cache nor the hub could give the list; the folder is then used as it is.
     """
 
     model: HubModel
@@ -58,22 +58,21 @@ class Snapshot:
     listed: Mapping[str, RepoFile] | None
 
     def lacks(self, names: Sequence[str]) -> list[str]:
-        """Those of `names` that the folder does not hold."""
+        """Return those of `names` that are not in the folder."""
         return [name for name in names if not (self.folder / name).exists()]
 
     @property
     def unverified(self) -> Path:
-        """A file beside the library's locks that lists downloads whose hashes have not been compared yet."""
+        """The path of a file, beside the library's locks, that lists downloads whose hashes are not compared yet."""
         repository = self.folder.parents[1]
         return repository.parent / ".locks" / repository.name / f"aerie-{self.model.commit}.json"
 
 
 def resolved(model: HubModel) -> HubModel:
-    """The model with the commit that its revision stands for now; where the hub cannot be reached, the commit that the
-    cache has for it.
+    """Return the model with the commit that its revision names now; if the hub is unreachable, the commit in the cache.
 
     Raises:
-        ConfigError: there is no such model or revision, or neither hub nor cache can tell.
+        ConfigError: the model or revision does not exist, or neither hub nor cache can tell.
     """
     if model.commit:
         return model
@@ -82,10 +81,10 @@ def resolved(model: HubModel) -> HubModel:
 
 
 def described(model: HubModel) -> Snapshot:
-    """The snapshot of a model, with everything but its weights in its folder.
+    """Return the snapshot of a model, with all files except the weights in its folder.
 
     Raises:
-        ConfigError: the files cannot be had.
+        ConfigError: the files cannot be fetched.
     """
     model = resolved(model)
     repository = Path(constants.HF_HUB_CACHE).expanduser().resolve() / f"models--{model.name.replace('/', '--')}"
@@ -99,11 +98,11 @@ def described(model: HubModel) -> Snapshot:
 
 
 def whole(model: HubModel, check: Check | None = None) -> Snapshot:
-    """The snapshot of a model with all that is served of it, weights included. `check` is called now and then while
-    weights are downloaded, and may raise to end that.
+    """Return the snapshot of a model with all files, weights included. `check` is called regularly during the download,
+    and may raise to end it.
 
     Raises:
-        ConfigError: the files cannot be had.
+        ConfigError: the files cannot be fetched.
     """
     snapshot = described(model)
     _bring(snapshot, weights_of(snapshot), check)
@@ -111,7 +110,7 @@ def whole(model: HubModel, check: Check | None = None) -> Snapshot:
 
 
 def is_whole(snapshot: Snapshot) -> bool:
-    """Whether the folder holds all weights, and nothing that was downloaded waits for a comparison of its hash."""
+    """Whether the folder holds all weights, and all downloads have been verified."""
     if snapshot.listed is None:
         return True
     names = weights_of(snapshot)
@@ -119,7 +118,7 @@ def is_whole(snapshot: Snapshot) -> bool:
 
 
 def weights_of(snapshot: Snapshot) -> list[str]:
-    """The files of weights that are served, as the reader of a folder chooses them; none where no list is known."""
+    """Return the weight files that `weight_files` would choose in a folder, by name; empty if no list is known."""
     if snapshot.listed is None:
         return []
     with tempfile.TemporaryDirectory(prefix="aerie-names-") as stand_in:
@@ -132,11 +131,11 @@ def weights_of(snapshot: Snapshot) -> list[str]:
 
 
 def mirror(snapshot: Snapshot, into: Path, *, sized: bool) -> None:
-    """Fill the empty folder `into` with every file that is listed: links to those that are here, and for each of the
-    others a file without contents, of its size (`sized`) or of none.
+    """Fill the empty folder `into` with an entry per listed file: a link if the file is a description in the cache,
+    else an empty file, or with `sized` a sparse file of its size.
 
     Raises:
-        OSError: the disk does not take such a file.
+        OSError: the disk cannot hold such a file.
     """
     for name, file in (snapshot.listed or {}).items():
         if name in DESCRIPTION and (snapshot.folder / name).exists():
@@ -147,8 +146,8 @@ def mirror(snapshot: Snapshot, into: Path, *, sized: bool) -> None:
 
 
 def _listed(model: HubModel, folder: Path) -> dict[str, RepoFile] | None:
-    """The files at the top of the repository, from the cache or else from the hub; None where neither has them and
-    files of the commit are here, brought by an older version of the library or by hand.
+    """Return the files at the top level of the repository, from the cache or else from the hub. None if neither has the
+    list but files of the commit are in the cache, put there by hand or by an older version of the library.
     """
     try:
         files = get_cached_repo_tree(model.name, revision=model.commit)
@@ -170,10 +169,10 @@ def _listed(model: HubModel, folder: Path) -> dict[str, RepoFile] | None:
 
 
 def _bring(snapshot: Snapshot, names: Sequence[str], check: Check | None = None) -> None:
-    """Have `names` in the folder, verified. Processes that want the same at the same time wait for the first one.
+    """Download and verify missing `names`. Processes on this node that want the same files wait for the first one.
 
-    A file counts once its hash has been compared: until then `unverified` lists it, so that a process that dies in
-    between leaves nothing that the next one trusts.
+    A file is trusted only after its hash was compared. Until then it is listed in `unverified`, so that a process that
+    dies in between leaves nothing that the next one would trust.
     """
     if not snapshot.lacks(names) and not snapshot.unverified.exists():
         return
@@ -189,7 +188,7 @@ def _bring(snapshot: Snapshot, names: Sequence[str], check: Check | None = None)
 
 
 def _download(snapshot: Snapshot, missing: list[str], check: Check | None) -> None:
-    """Download files into the cache, listed as unverified before the first byte comes."""
+    """Download files into the cache; they are listed as unverified before the first byte arrives."""
     model, files = snapshot.model, snapshot.listed or {}
     size = sum(files[name].size for name in missing)
     disk = next(folder for folder in snapshot.folder.parents if folder.exists())
@@ -209,10 +208,10 @@ def _download(snapshot: Snapshot, missing: list[str], check: Check | None) -> No
 
 
 def _verify(snapshot: Snapshot) -> None:
-    """Compare the files that are unverified with the hashes that the hub lists; remove those that differ.
+    """Compare the hashes of unverified files with the hub's, and remove files that differ.
 
     Raises:
-        ConfigError: some differ; they are named.
+        ConfigError: some files differ; the message names them.
     """
     listed = snapshot.listed or {}
     names = [name for name in _names_unverified(snapshot) if name in listed and not snapshot.lacks([name])]
@@ -231,7 +230,7 @@ def _verify(snapshot: Snapshot) -> None:
 
 
 def _names_unverified(snapshot: Snapshot) -> list[str]:
-    """The files that a download left unverified; all of them where the list was cut off, as on a full disk."""
+    """Return the names of unverified files; all files if the list itself is damaged, as on a full disk."""
     try:
         return list(json.loads(snapshot.unverified.read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -241,12 +240,12 @@ def _names_unverified(snapshot: Snapshot) -> list[str]:
 
 
 def _expected(file: RepoFile) -> str:
-    """The hash that the hub lists: SHA-256 of a large file, git's SHA-1 of another."""
+    """Return the hash that the hub lists: SHA-256 of a large (LFS) file, git's SHA-1 of any other."""
     return file.lfs.sha256 if file.lfs is not None else file.blob_id
 
 
 def _hash(path: Path, file: RepoFile) -> str:
-    """The hash of a file, of the kind that `_expected` gives."""
+    """Return the hash of a file, of the same kind as `_expected`."""
     own = hashlib.sha256() if file.lfs is not None else hashlib.sha1(b"blob %d\0" % path.stat().st_size)
     with path.open("rb") as data:
         return hashlib.file_digest(data, lambda: own).hexdigest()

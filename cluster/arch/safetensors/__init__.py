@@ -1,1 +1,1 @@
-"""What the files of a checkpoint hold by name, type and shape, read from their headers; no tensor is opened."""
+"""Names, dtypes and shapes of a checkpoint's tensors, read from file headers; no tensor data is loaded."""

@@ -1,4 +1,4 @@
-"""The header of a safetensors file, read within bounds and checked before anything is allocated.
+"""Reads the header of a safetensors file: bounded in size, and checked before anything is allocated.
 
 Format: 8 bytes little-endian length n, n bytes of JSON `{name: {dtype, shape, data_offsets}}`, then the data without
 gaps (huggingface/safetensors, README "Format").
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from cluster.config import ConfigError
 
-LONGEST = 100_000_000  # bytes of JSON, the format's own bound
+LONGEST = 100_000_000  # maximum bytes of JSON, by the format
 SIZES = {
     "F64": 8,
     "F32": 4,
@@ -27,13 +27,13 @@ SIZES = {
     "U8": 1,
     "BOOL": 1,
 }
-"""Bytes per element of every dtype that is read."""
+"""Bytes per element of each supported dtype."""
 INDEX = "model.safetensors.index.json"
-LFS = b"version https://git-lfs"  # what a file begins with that git cloned without its contents
+LFS = b"version https://git-lfs"  # the beginning of a git-lfs pointer file, which git leaves in place of the contents
 
 
 class TensorLocation(NamedTuple):
-    """Where a tensor lies: bytes `start` to `stop - 1` of its file."""
+    """The dtype and shape of a tensor, and its place: bytes `start` to `stop - 1` of its file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -42,10 +42,11 @@ class TensorLocation(NamedTuple):
 
 
 def read_header(path: Path) -> dict[str, TensorLocation]:
-    """The tensors of one file.
+    """Return the tensors of one file by name.
 
     Raises:
-        ConfigError: not a readable safetensors file; the message names the file and, where one is at fault, the tensor.
+        ConfigError: it is not a readable safetensors file; the message names the file and, if one is at fault, the
+            tensor.
     """
     try:
         with path.open("rb") as file:
@@ -65,7 +66,7 @@ def read_header(path: Path) -> dict[str, TensorLocation]:
 
 
 def _remedy_without(path: Path) -> str:
-    """What to do about a file of weights that is missing, by what lies beside it."""
+    """Return what to do about a missing weight file, depending on the other files of its folder."""
     folder = path.parent
     if (folder / INDEX).is_file():
         return "the index of the weights names it: the download was not finished, begin it again (hf download)"
@@ -78,7 +79,7 @@ def _remedy_without(path: Path) -> str:
 
 
 def parse_header(raw: bytes, size: int, path: Path) -> dict[str, TensorLocation]:
-    """The tensors that the JSON `raw` lists for a file of `size` bytes; they must cover its data exactly.
+    """Return the tensors that the JSON `raw` lists for a file of `size` bytes; they must cover its data exactly.
 
     Raises:
         ConfigError: as `read_header`.
@@ -107,7 +108,7 @@ def parse_header(raw: bytes, size: int, path: Path) -> dict[str, TensorLocation]
 
 
 def _entry(name: str, entry: Any, base: int, path: Path) -> TensorLocation:
-    """One tensor's entry, whose number of bytes must follow from its dtype and shape."""
+    """Return one tensor's location; its byte count must match its dtype and shape."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise _broken(path, f"tensor {name!r} must have dtype, shape and data_offsets and nothing else")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -128,7 +129,7 @@ def _entry(name: str, entry: Any, base: int, path: Path) -> TensorLocation:
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; a name that appears twice is an error."""
+    """Build a JSON object; raise if a name appears twice."""
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:

@@ -1,4 +1,4 @@
-"""What the headers of a folder of safetensors say, read without opening a tensor: names and shapes."""
+"""Names and shapes of the tensors in a safetensors folder, read from headers only."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from cluster.arch.safetensors.header import TensorLocation, read_header
 from cluster.config import ConfigError
 
 FILES = ("model.safetensors", "consolidated.safetensors")
-DECODER = ("layers", "embed_tokens", "norm")  # the parts of a model that `model.` begins in most checkpoints
+DECODER = ("layers", "embed_tokens", "norm")  # the parts of a model whose names begin with `model.` in most checkpoints
 RENAMES = (
     (re.compile(r"^(model\.)?(language_model\.)?(model\.)?"), ""),
     (re.compile(r"^midlayer\."), "layers.0."),
@@ -21,17 +21,17 @@ RENAMES = (
 
 
 def normal_name(name: str) -> str:
-    """A name without its producer's dialect: no `model.`, `midlayer` as `layers.0`, legacy aux norms as `fc_norm.i`."""
+    """Return a common name: no `model.` prefix, `midlayer` as `layers.0`, legacy aux norms as `fc_norm.i`."""
     for pattern, replacement in RENAMES:
         name = pattern.sub(replacement, name)
     return name
 
 
 def weight_files(folder: str) -> tuple[list[Path], dict[str, Path]]:
-    """A folder's weight files, and the file of each tensor that their index lists; nothing without an index.
+    """Return a folder's weight files, and the file of each tensor that their index lists; empty without an index.
 
-    `model.safetensors` or `consolidated.safetensors`, or the files that the weight index of one of them lists; else the
-    one file of safetensors that there is, as AutoGPTQ names it after its settings.
+    The files are `model.safetensors` or `consolidated.safetensors`, or those that the index of one of them lists; else
+    the only safetensors file of the folder, which AutoGPTQ names after its settings.
 
     Raises:
         ConfigError: the folder is missing, its index is malformed, or it holds two sets of weights.
@@ -73,9 +73,9 @@ def _indexed(index: Path) -> tuple[list[Path], dict[str, Path]]:
 
 
 def stored_tensors(folder: str) -> dict[str, tuple[Path, str, TensorLocation]]:
-    """Every tensor of a folder under its normalised name: its file, the name it has there, and where it lies.
+    """Return every tensor of a folder by normalised name: its file, its name in that file, and its location.
 
-    An index decides: a tensor counts in the file that the index gives for it, and not at all if it gives none.
+    If there is an index, it decides: a tensor is read only from the file that the index names for it.
 
     Raises:
         ConfigError: a file is missing, its header is malformed, or two tensors have the same name.
@@ -94,7 +94,7 @@ def stored_tensors(folder: str) -> dict[str, tuple[Path, str, TensorLocation]]:
 
 
 def left_out(folder: str) -> list[tuple[Path, str]]:
-    """The tensors that lie in the files of a folder and do not count, because of its index: file and name of each.
+    """Return the tensors in a folder's files that its index does not count: (file, name) pairs.
 
     Raises:
         ConfigError: as `stored_tensors`.
@@ -104,7 +104,7 @@ def left_out(folder: str) -> list[tuple[Path, str]]:
 
 
 def missing_tensor(folder: str, name: str) -> ConfigError:
-    """The error that the tensor of a normalised name is missing, under the name that the checkpoint would use."""
+    """Return the error for a missing tensor, given its normalised name; the message uses the checkpoint's naming."""
     files, places = weight_files(folder)
     raw = name_on_disk(folder, name)
     where = places.get(raw, files[0] if len(files) == 1 else Path(folder))
@@ -115,9 +115,9 @@ def missing_tensor(folder: str, name: str) -> ConfigError:
 
 
 def name_on_disk(folder: str, name: str) -> str:
-    """The name that the tensor of a normalised name has in a folder, or would have if it were there.
+    """Return the checkpoint's name of a tensor, given its normalised name.
 
-    A missing tensor's name begins as the names of the same part of the model do, else as those of the decoder do.
+    A missing tensor gets the prefix of its part of the model, else the prefix of the decoder.
 
     Raises:
         ConfigError: as `stored_tensors`.
@@ -136,7 +136,8 @@ def name_on_disk(folder: str, name: str) -> str:
 
 
 def stored_shapes(folder: str) -> Shapes:
-    """The shape of every tensor of a folder, under normalised names, and of the matrices that some of them hold packed.
+    """Return the shape of every tensor of a folder by normalised name, including the unpacked shapes of packed
+    matrices.
 
     Raises:
         ConfigError: as `stored_tensors`.

@@ -1,4 +1,4 @@
-"""Every tensor that a target needs, and a check of a checkpoint's headers against that list; nothing is loaded."""
+"""Lists the tensors that a target needs, and checks a checkpoint's headers against that list; nothing is loaded."""
 
 import re
 from collections.abc import Collection, Iterator
@@ -12,8 +12,10 @@ from cluster.config import ConfigError
 Named = Iterator[tuple[str, tuple[int, ...]]]
 IGNORED = r"rotary_emb\.inv_freq$"
 ATTENTION_SCALES = r"\.self_attn\.(q|k|v|kv|prob)_scale$|\.self_attn\.([qkv])_proj\.(\2_scale|output_scale)$"
-"""Scales that ModelOpt and compressed-tensors found for attention in FP8, and for a cache whose cells have none."""
-# Suffixes of the scales of a quantised tensor; they follow its name or replace its `.weight`.
+"""Static scales of FP8 attention and FP8 KV caches from ModelOpt and compressed-tensors; ignored, as our cells have
+scales of their own.
+"""
+# Suffixes of the scales of a quantised tensor, appended to its name or in place of its `.weight`.
 COMPANIONS = re.compile(
     r"(\.weight)?(_scale_inv|_scale|_zero_point|_shape|_g_idx|\.(input|activation|act)_scale|\.input_scale_ub|"
     r"\.input_zero_point|\.qscale_(act|weight)|\.scales|\.qzeros|\.g_idx)$"
@@ -21,7 +23,7 @@ COMPANIONS = re.compile(
 
 
 def target_tensors(arch: TargetArch) -> Named:
-    """(name, shape) of every tensor that the target needs; names as the layers request them, not as stored."""
+    """Yield (name, shape) of every tensor that the target needs, by the layers' names, not the stored names."""
     yield "embed_tokens.weight", (arch.vocab_size, arch.hidden)
     for index, layer in enumerate(arch.layers):
         yield from layer_tensors(f"layers.{index}", layer)
@@ -31,12 +33,12 @@ def target_tensors(arch: TargetArch) -> Named:
 
 
 def parameters(arch: TargetArch) -> int:
-    """How many numbers the target's tensors hold."""
+    """Return the number of parameters of the target."""
     return sum(prod(shape) for _, shape in target_tensors(arch))
 
 
 def layer_tensors(prefix: str, g: LayerGeometry) -> Named:
-    """The tensors of one decoder layer."""
+    """Yield the tensors of one decoder layer."""
     before_mlp = ("after_attention", "before_mlp", "after_mlp") if g.sandwich else ("post_attention_layernorm",)
     for name in ("input_layernorm", *before_mlp):
         yield f"{prefix}.{name}.weight", (g.hidden,)
@@ -103,21 +105,21 @@ def _experts(prefix: str, hidden: int, moe: Moe) -> Named:
 
 
 def _packed(name: str) -> tuple[tuple[str, ...], ...]:
-    """What may hold `name` in its place: tensors of MXFP4, of compressed-tensors, of AWQ and GPTQ."""
+    """Return the sets of tensors that may replace `name`: those of MXFP4, of compressed-tensors, of AWQ and GPTQ."""
     stem = name.removesuffix(".weight")
     beside = tuple(f"{stem}.{part}" for part in ("qweight", "qzeros", "scales"))
     return (f"{name}_blocks", f"{name}_scales"), (f"{stem}.weight_packed", f"{stem}.weight_scale"), beside
 
 
 def blank_biases(unknown: Collection[str], held: Collection[str]) -> list[str]:
-    """Which of the `unknown` names among those `held` are biases of AWQ's and GPTQ's packed matrices: writers make them
-    whatever the model has, of zeros where it has none.
+    """Return those of the `unknown` names that are biases of packed AWQ or GPTQ matrices, which are in `held`.
+    Quantisation tools write zero biases even for models without biases.
     """
     return [name for name in unknown if name.endswith(".bias") and f"{name.removesuffix('.bias')}.qweight" in held]
 
 
 def check_tensors(folder: str, arch: TargetArch) -> None:
-    """Check the headers in `folder` against what `arch` needs; scales and packed tensors only when they are read.
+    """Check the headers in `folder` against what `arch` needs. Scales and packed tensors are checked later, when read.
 
     Raises:
         ConfigError: a tensor is missing, unknown or of the wrong shape; the message names tensor and file.
@@ -144,6 +146,6 @@ def check_tensors(folder: str, arch: TargetArch) -> None:
         beside = COMPANIONS.sub("", name)
         if name in known or f"{beside}.weight" in known or any(pattern.search(name) for pattern in ignored):
             continue
-        if blank_biases([name], held):  # whether of zeros alone is seen when they are read
+        if blank_biases([name], held):  # loading the weights checks that they are zero
             continue
         raise ConfigError(f"tensors of {str(path)!r} that the model does not know: {[raw]}")

@@ -1,1 +1,1 @@
-"""One file per family: how it writes calls of tools, and what of that a grammar has to hold."""
+"""One file per model family: how it writes tool calls, and how a grammar enforces that."""

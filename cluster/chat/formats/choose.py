@@ -1,4 +1,4 @@
-"""Which format a model has: by the names that other servers have for it, or by what its template and tokenizer say."""
+"""Chooses a model's chat format: by the parser names of other servers, or from its template and tokenizer."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ FORMATS: dict[str, ChatFormat] = {
         HARMONY,
     )
 }
-# Names of vLLM's and SGLang's settings.
+# Parser names of vLLM and SGLang.
 TOOL_ALIASES = {
     "qwen": "hermes",
     "qwen25": "hermes",
@@ -57,7 +57,7 @@ REASONING_NAMES = (NONE, *THINKING, HARMONY.name)
 
 @dataclass(frozen=True, slots=True)
 class ChosenFormat:
-    """A model's format; None for a model without one. `calls`, `thought`: what was chosen for each, as it is shown."""
+    """A model's format, or None. `calls` and `thought` are the names of the chosen formats, for display."""
 
     format: ChatFormat | None
     calls: str = NONE
@@ -65,10 +65,10 @@ class ChosenFormat:
 
 
 def named(tool_call_parser: str | None, reasoning_parser: str | None) -> tuple[str | None, str | None]:
-    """The settings by our own names; None, or auto, leaves the choice to the model.
+    """Return the settings as our own names; None, for None or auto, leaves the choice to the model.
 
     Raises:
-        ConfigError: a name that nobody has, or two that do not go together.
+        ConfigError: a name is unknown, or the two do not go together.
     """
     calls = _known("tool_call_parser", tool_call_parser, TOOL_ALIASES, TOOL_NAMES)
     thought = _known("reasoning_parser", reasoning_parser, REASONING_ALIASES, REASONING_NAMES)
@@ -95,8 +95,8 @@ def choose(
     model_type: str,
     settings: tuple[str | None, str | None],
 ) -> ChosenFormat:
-    """The format of a model with this chat template (empty for none), these added `tokens`, and the `model_type` of its
-    config. `settings` are as `named` has them, and come first.
+    """Return the format of a model with this chat template (empty for none), these added `tokens`, and the `model_type`
+    of its config. `settings` are the names that `named` returned; they take precedence.
     """
     calls, thought = settings
     written = calls or (_calls_of(template, tokens, model_type) if thought != HARMONY.name else HARMONY.name)
@@ -115,7 +115,7 @@ def choose(
 
 
 def _calls_of(template: str, tokens: Collection[str], model_type: str) -> str:
-    """The first of these signs decides; each is one that no other family has."""
+    """Return the name of the format of calls. The first match in the list decides."""
     signs = (
         (HARMONY.name, "<|channel|>" in tokens and ("<|channel|>" in template or model_type == "gpt_oss")),
         (MISTRAL.name, CALLS in tokens and ARGS in tokens),

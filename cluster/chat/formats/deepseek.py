@@ -1,4 +1,4 @@
-"""DeepSeek: V3 and R1 write a call's arguments as a block of JSON in Markdown, V3.1 and later as they are."""
+"""DeepSeek: V3 and R1 write a call's arguments as a Markdown block of JSON, V3.1 and later as plain JSON."""
 
 import re
 

@@ -1,8 +1,8 @@
-"""gpt-oss: messages in channels, `<|channel|>analysis<|message|>...<|end|>`. What is analysed is thought, a commentary
-to `functions.NAME` is a call, all else is said.
+"""gpt-oss: messages in channels, `<|channel|>analysis<|message|>...<|end|>`. The analysis channel is reasoning, a
+commentary to `functions.NAME` is a call, everything else is text.
 
-The parser is our own. The family's own package loads only the vocabulary whose digest is built into it, so it knows no
-other tokenizer than the original, and reads tokens where we have text.
+The parser is our own. OpenAI's package loads only the vocabulary whose digest is built into it, so it supports no other
+tokenizer than the original; and it parses tokens, whereas we have text.
 """
 
 import re
@@ -26,10 +26,10 @@ AGAIN = f"{END}{START}assistant"
 
 
 class HarmonyReader(BufferedReader):
-    """Reads messages one after the other. Without `tools` no call is told; `split` tells thought apart."""
+    """Parses messages in turn. Without `tools` no call is reported; `split`: report reasoning separately."""
 
     def __init__(self, tools: Tools | None, split: bool, within: bool) -> None:
-        """`within`: the prompt has begun the final message."""
+        """`within`: the prompt has already begun the final message."""
         super().__init__()
         self._calling, self._split = tools is not None, split
         self._numbering = Numbering(any_id)
@@ -40,11 +40,11 @@ class HarmonyReader(BufferedReader):
 
     @property
     def thinks(self) -> bool:
-        """Whether what comes next is thought."""
+        """Whether the next text is reasoning."""
         return self._step == self._body and self._kind == "analysis"
 
     def _head(self, last: bool) -> list[Event] | None:
-        """The heading of a message, up to its text. What is none is text itself."""
+        """Parse a message's heading, up to its body. Anything that is not a heading is text."""
         at = self._held.find(MESSAGE, 0, MOST_HEADING)
         if at >= 0 and HEADING.match(self._held):
             self._heading, self._held = self._held[: at + len(MESSAGE)], self._held[at + len(MESSAGE) :]
@@ -57,11 +57,11 @@ class HarmonyReader(BufferedReader):
             if not last or not self._held:
                 return None
             if self._held.startswith("<"):
-                self._held = ""  # a heading that is cut off says nothing
+                self._held = ""  # drop a heading that is cut off
                 return None
         self._heading, self._kind, self._step = "", "final", self._body
         mark = next((mark for mark in BODY_ENDS if self._held.startswith(mark)), "")
-        self._held = self._held.removeprefix(mark)  # which begins no message
+        self._held = self._held.removeprefix(mark)  # a stray mark, reported as text
         return [TextPiece(mark)] if mark else []
 
     def _body(self, last: bool) -> list[Event] | None:
@@ -82,7 +82,7 @@ class HarmonyReader(BufferedReader):
         return self._told(piece, complete=last)
 
     def _between(self, last: bool) -> list[Event] | None:
-        """After a message, where only another one may begin."""
+        """Wait, after a message, for the next heading."""
         if not self._held:
             return None
         self._step = self._head
@@ -99,7 +99,7 @@ class HarmonyReader(BufferedReader):
 
 
 def _may_begin(held: str) -> bool:
-    """Whether a heading may begin so."""
+    """Whether a heading may begin with this text."""
     text = held[: _settled(held, MARKS)]
     if HEADING.match(text):
         return True
@@ -108,29 +108,29 @@ def _may_begin(held: str) -> bool:
 
 
 def _settled(held: str, marks: Sequence[str]) -> int:
-    """How much of a text does not end in a part of a mark."""
+    """Return how much of a text does not end in a part of a mark."""
     at = held.rfind("<")
     part = held[at:]
     return at if at >= 0 and any(mark != part and mark.startswith(part) for mark in marks) else len(held)
 
 
 class HarmonyFormat:
-    """See `Format`."""
+    """The `ChatFormat` of gpt-oss."""
 
     name = "gpt-oss"
     special = MARKS
     thought_field = "thinking"
 
     def reads(self, tools: bool, prompted: Prompted) -> bool:
-        """See `Format`."""
+        """Return True: every answer has channel marks."""
         return True
 
     def reader(self, tools: Tools | None, split: bool, prompted: Prompted) -> AnswerReader:
-        """See `Format`."""
+        """Implement `ChatFormat.reader`."""
         return HarmonyReader(tools, split, within=_final_has_begun(prompted.text))
 
     def form(self, answer: Answer, calls: Form | None, prompted: Prompted) -> Form:
-        """See `Format`."""
+        """Implement `ChatFormat.form`."""
         said = _free() if answer == "free" else answer
         if _final_has_begun(prompted.text):
             return one_of([part for part in (said, calls) if part is not None])
@@ -140,7 +140,7 @@ class HarmonyFormat:
         return one_after_another({"type": "optional", "content": thought}, one_of(parts))
 
     def written(self, tools: Tools, several: bool) -> Form:
-        """See `Format`. After a call the model ends its answer, so there is one."""
+        """Implement `ChatFormat.written`. The model ends its answer after a call, so there is only one."""
         return WRITTEN.calls(tools, several)
 
 
@@ -155,7 +155,7 @@ def _free() -> Form:
 
 
 def _final_has_begun(prompt: str) -> bool:
-    """Whether the prompt ends within a message to the user, as one to be continued does."""
+    """Whether the prompt ends inside a message to the user, as it does when a message is continued."""
     at = prompt.rfind(MESSAGE)
     return at > max(prompt.rfind(END), prompt.rfind(START), prompt.rfind(RETURN)) if at >= 0 else False
 

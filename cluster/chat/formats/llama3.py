@@ -1,4 +1,4 @@
-"""Llama 3: `{"name": ..., "parameters": {...}}` where an answer begins, perhaps after `<|python_tag|>`."""
+"""Llama 3: `{"name": ..., "parameters": {...}}` at the start of an answer, perhaps after `<|python_tag|>`."""
 
 import json
 import re
@@ -14,6 +14,7 @@ FIELDS = ("parameters", "arguments")
 
 
 def _block(tools: Tools) -> JsonBlock:
+
     def calls(text: str, _: re.Match[str]) -> list[ToolCallText]:
         """An object is a call only if it names a tool and has arguments: an answer may be any other JSON."""
         given = members(text) or {}

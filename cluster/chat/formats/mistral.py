@@ -1,4 +1,4 @@
-"""Mistral: `[TOOL_CALLS]name[ARGS]{...}` each, or older `[TOOL_CALLS] [{"name": .., "arguments": ..}]`."""
+"""Mistral: `[TOOL_CALLS]name[ARGS]{...}` for each call, or older `[TOOL_CALLS] [{"name": .., "arguments": ..}]`."""
 
 import json
 import re

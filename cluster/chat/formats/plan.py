@@ -1,4 +1,4 @@
-"""What a family's file says: how its answers are read, and how a call is written, for a grammar that holds it."""
+"""The interface of a family's format: how its answers are parsed, and the grammar of its calls."""
 
 import secrets
 import string
@@ -9,45 +9,45 @@ from typing import Any, Literal, Protocol
 from cluster.chat.reading import AnswerReader, CallingMarks, MarkedReader, ThinkingMarks, Tools
 
 Form = dict[str, Any]
-"""A part of a grammar, as in a structural tag; see `cluster.grammar.sources`."""
+"""A part of a grammar, in the syntax of a structural tag; see `cluster.grammar.sources`."""
 THINK = ThinkingMarks("<think>", "</think>")
 LETTERS = string.ascii_letters + string.digits
 
 
 def any_id() -> str:
-    """A new id of a call."""
+    """Return a new id of a call."""
     return f"call_{secrets.token_hex(12)}"
 
 
 def short_id() -> str:
-    """A new id of nine letters and digits, which is all that Mistral's templates take."""
+    """Return a new id of nine letters and digits, the only form that Mistral's templates accept."""
     return "".join(secrets.choice(LETTERS) for _ in range(9))
 
 
 def text(value: str) -> Form:
-    """Exactly this text; special tokens in it are made into tokens later."""
+    """Return a form of exactly this text. `with_tokens` later replaces special tokens in it by token ids."""
     return {"type": "const_string", "value": value}
 
 
 def json_value(schema: Any) -> Form:
-    """A JSON text by a schema."""
+    """Return a form of a JSON text that follows a schema."""
     return {"type": "json_schema", "json_schema": schema}
 
 
 def one_after_another(*parts: Form) -> Form:
-    """These parts in a row."""
+    """Return a form of these parts in sequence."""
     inner = [one for part in parts for one in (part["elements"] if part["type"] == "sequence" else [part])]
     kept = [part for part in inner if part != text("")]
     return kept[0] if len(kept) == 1 else {"type": "sequence", "elements": kept}
 
 
 def one_of(parts: Sequence[Form]) -> Form:
-    """One of these parts."""
+    """Return a form of one of these parts."""
     return parts[0] if len(parts) == 1 else {"type": "or", "elements": list(parts)}
 
 
 def with_tokens(form: Any, tokens: Mapping[str, int]) -> Any:
-    """A form with the special tokens in its constant texts as tokens."""
+    """Return a form in which the special tokens inside constant texts are replaced by token ids."""
     if isinstance(form, list):
         return [with_tokens(part, tokens) for part in form]
     if not isinstance(form, dict) or form.get("type") in ("json_schema", "regex", "grammar"):
@@ -59,7 +59,7 @@ def with_tokens(form: Any, tokens: Mapping[str, int]) -> Any:
 
 
 def _split(value: str, tokens: Mapping[str, int]) -> list[Form]:
-    """A text as texts and tokens in turn."""
+    """Split a text into constant texts and special tokens."""
     places = [(at, -len(name), name) for name in tokens if (at := value.find(name)) >= 0]
     if not places:
         return [{"type": "const_string", "value": value}]
@@ -71,8 +71,8 @@ def _split(value: str, tokens: Mapping[str, int]) -> list[Form]:
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
-    """How a family writes calls. All of them stand between `opening` and `ending`, with `between` from one to the next;
-    each is what `before` says of its name, the arguments, and `after`. `several`: an answer may have more than one.
+    """How a family writes calls: `opening`, the calls separated by `between`, `ending`. Each call is `before(name)`,
+    the arguments, `after`. `several`: an answer may have more than one call.
     """
 
     before: Callable[[str], str]
@@ -84,7 +84,7 @@ class CallSyntax:
     several: bool = True
 
     def calls(self, tools: Tools, several: bool) -> Form:
-        """The form of one or more calls of these tools."""
+        """Return the form of one call, or with `several` one or more, of these tools."""
         each = [
             one_after_another(text(self.before(name)), self.arguments(schema), text(self.after))
             for name, schema in tools.items()
@@ -98,56 +98,56 @@ class CallSyntax:
 
 @dataclass(frozen=True, slots=True)
 class Prompted:
-    """What an answer follows: the text of the prompt, and of the message that is to be continued, if one is."""
+    """What comes before an answer: the text of the prompt, and the text of the message that it continues, if any."""
 
     text: str = ""
     continued: str | None = None
 
 
 Answer = Form | Literal["free"] | None
-"""The form of an answer's text; none where there must be calls."""
+"""The form of an answer's text; "free" for any text; None if there must be calls."""
 
 
 class ChatFormat(Protocol):
-    """A family's format. `special` are the texts that are special tokens in some of its tokenizers."""
+    """The format of a model family."""
 
     @property
     def name(self) -> str:
-        """What the setting calls it."""
+        """The name of the format in the settings."""
         ...
 
     @property
     def special(self) -> tuple[str, ...]:
-        """The special tokens that its reader needs to see."""
+        """Texts that the reader must see in an answer; some of the family's tokenizers have them as special tokens."""
         ...
 
     @property
     def thought_field(self) -> str:
-        """What its templates call what an assistant's message had thought."""
+        """The name that its templates use for the reasoning of an assistant's message."""
         ...
 
     def reads(self, tools: bool, prompted: Prompted) -> bool:
-        """Whether an answer may be anything but text, where `tools` may be called or not."""
+        """Whether an answer may contain more than text; `tools`: whether tools may be called."""
         ...
 
     def reader(self, tools: Tools | None, split: bool, prompted: Prompted) -> AnswerReader:
-        """A reader for an answer. Without `tools` none may be called; `split`: what is thought is told apart."""
+        """Return a reader for one answer. Without `tools` none may be called. `split`: report reasoning separately."""
         ...
 
     def form(self, answer: Answer, calls: Form | None, prompted: Prompted) -> Form:
-        """The form of a whole answer: after it has thought, the answer's text, or `calls`, or free text and then calls
-        perhaps. One of the two is there.
+        """Return the form of a whole answer: the reasoning, then the answer's text or `calls`; after free text, calls
+        are optional. At least one of `answer` and `calls` is given.
         """
         ...
 
     def written(self, tools: Tools, several: bool) -> Form:
-        """The form of calls."""
+        """Return the form of calls."""
         ...
 
 
 @dataclass(frozen=True)
 class MarkedFormat:
-    """A format of thought and calls that are marked in running text."""
+    """A format that marks reasoning and calls in running text."""
 
     name: str
     thinking: ThinkingMarks | None = None
@@ -158,18 +158,18 @@ class MarkedFormat:
     thought_field: str = "reasoning_content"
 
     def reads(self, tools: bool, prompted: Prompted) -> bool:
-        """See `ChatFormat`."""
+        """Implement `ChatFormat.reads`: calls may come with `tools`, reasoning unless the prompt has ended it."""
         return (tools and self.calling is not None) or (self.thinking is not None and not self._state(prompted)[1])
 
     def reader(self, tools: Tools | None, split: bool, prompted: Prompted) -> AnswerReader:
-        """See `ChatFormat`."""
+        """Implement `ChatFormat.reader`."""
         thinking = self.thinking if split else None
         opened, closed = self._state(prompted)
         calling = None if tools is None else self.calling
         return MarkedReader(thinking, calling, tools or {}, self.new_id, opened=opened, closed=closed)
 
     def form(self, answer: Answer, calls: Form | None, prompted: Prompted) -> Form:
-        """See `ChatFormat`."""
+        """Implement `ChatFormat.form`."""
         opened, closed = self._state(prompted)
         rest = self._rest(answer, calls)
         if self.thinking is None or closed:
@@ -180,7 +180,7 @@ class MarkedFormat:
         return one_after_another(thought, rest)
 
     def _rest(self, answer: Answer, calls: Form | None) -> Form:
-        """The form of what comes after the thought."""
+        """Return the form of what follows the reasoning."""
         if answer != "free":
             return one_of([part for part in (answer, calls) if part is not None])
         if calls is None:
@@ -190,12 +190,12 @@ class MarkedFormat:
         return one_after_another(self._free(), {"type": "optional", "content": calls})
 
     def written(self, tools: Tools, several: bool) -> Form:
-        """See `ChatFormat`."""
+        """Implement `ChatFormat.written`."""
         assert self.calls is not None
         return self.calls.calls(tools, several)
 
     def _free(self) -> Form:
-        """Text without calls."""
+        """Return the form of text without calls."""
         triggers = [] if self.calling is None else [mark for mark in self.calling.triggers if len(mark) > 1]
         rest = {"type": "any_text", "excludes": list(dict.fromkeys([*triggers, *self.special]))}
         if self.calling is None or not self.calling.first:
@@ -204,7 +204,7 @@ class MarkedFormat:
         return {"type": "optional", "content": one_after_another(first, rest)}
 
     def _state(self, prompted: Prompted) -> tuple[bool, bool]:
-        """Whether the prompt has begun the thought, and whether it has ended it."""
+        """Return whether the prompt has begun the reasoning, and whether it has ended it."""
         if self.thinking is None:
             return False, False
         if prompted.continued is not None:

@@ -1,5 +1,5 @@
-"""Qwen3-Coder: `<tool_call><function=name>`, then each argument as `<parameter=key>` and `</parameter>`. The model
-sometimes leaves out `<tool_call>`, not what closes it.
+"""Qwen3-Coder: `<tool_call><function=name>`, then `<parameter=key>` and `</parameter>` for each argument. The model
+sometimes omits `<tool_call>`, but not `</tool_call>`.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""The form of arguments that stand between marks of their own, where a string is written as it is."""
+"""The grammar of arguments that are each enclosed in marks, with strings written without quotes."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,16 +11,17 @@ NOTES = frozenset({"title", "description", "default", "examples", "deprecated", 
 OF_OBJECT = NOTES | {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id"}
 LENGTHS = frozenset({"minLength", "maxLength"})
 NAME = "\0"
-"""Stands for a name in a mark."""
+"""Placeholder for the argument's name in a mark."""
 IN_NAMES = r"<>\n"
-"""What no name has."""
+"""Characters that no name contains."""
 INSIDE = ("#/$defs/", "#/definitions/")
 
 
 def tagged_arguments(mark: Callable[[str], tuple[str, str]]) -> Callable[[Mapping[str, Any]], Form]:
-    """The form of an object whose members are each put between what `mark` says of its name.
+    """Return a function from the schema of an object to the grammar of its members. `mark` returns the text before and
+    after the value of the member with a given name.
 
-    Those that the schema does not name come last, and only where it says what they are, or names none at all.
+    Members that the schema does not declare come last, and only if it has `additionalProperties` or no `properties`.
     """
 
     def member(name: Form, marks: tuple[str, str], schema: Any, root: Mapping[str, Any]) -> Form:
@@ -54,7 +55,7 @@ def tagged_arguments(mark: Callable[[str], tuple[str, str]]) -> Callable[[Mappin
 
 
 def _value(schema: Any, root: Mapping[str, Any], end: str) -> Form:
-    """A value: a string as it is, up to its `end`, anything else as JSON; either where nothing is said of it."""
+    """Return a value's grammar: a string without quotes up to the mark `end`, or JSON; any text without a schema."""
     if schema is True or schema == {}:
         return {"type": "any_text", "excludes": [end]}
     if isinstance(schema, Mapping):
@@ -65,7 +66,8 @@ def _value(schema: Any, root: Mapping[str, Any], end: str) -> Form:
             return _string(schema, end)
         whole = {**{name: root[name] for name in ("$defs", "definitions") if name in root}, **schema}
         for reference in _references(whole):
-            if not reference.startswith(INSIDE):  # the value would be taken for the whole schema
+            # the value becomes a schema of its own, where other references would lead elsewhere
+            if not reference.startswith(INSIDE):
                 raise GrammarError(f"$ref to {reference[:60]!r} is not enforced in this model's format of calls")
         return json_value(whole)
     return json_value(schema)
@@ -85,7 +87,7 @@ def _string(schema: Mapping[str, Any], end: str) -> Form:
 
 
 def _references(schema: Any) -> Iterator[str]:
-    """All references in a schema."""
+    """Yield all references in a schema."""
     if isinstance(schema, Mapping):
         if isinstance(reference := schema.get("$ref"), str):
             yield reference
@@ -97,7 +99,7 @@ def _references(schema: Any) -> Iterator[str]:
 
 
 def _unlike(taken: Sequence[str]) -> str:
-    """An expression for the rest of a name that is none of `taken`."""
+    """Return an expression for the rest of a name that differs from all of `taken`."""
     firsts = sorted({name[0] for name in taken if name})
     other = f"[^{IN_NAMES}{''.join(map(re.escape, firsts))}][^{IN_NAMES}]*"
     rests = [re.escape(first) + _unlike([name[1:] for name in taken if name[:1] == first]) for first in firsts]

@@ -1,1 +1,1 @@
-"""JSON schemas as grammars, written out in full here: xgrammar's own reading of them ignores much without a word."""
+"""JSON schemas as grammars, converted here in full: xgrammar's own conversion silently ignores many keywords."""

@@ -10,16 +10,15 @@ from cluster.grammar.schema.keywords import Schema, finite, is_never, size, spel
 from cluster.grammar.schema.ordered import in_order
 from cluster.grammar.schema.strings import COMMA, SPACES, literal
 
-ANY_ORDER = 6  # values of a set that may come in any order: there is a rule for each part of the set
+ANY_ORDER = 6  # sets of up to this many values may come in any order; that takes one rule per subset
 FEW_VALUES: dict[str, list[Any]] = {"boolean": [True, False], "null": [None]}
 
 
 def array_of(
     rules: Rules, first: list[Node], rest: Node | None, least: int, most: int | None, sure: int | None = None
 ) -> Node:
-    """An array of `least` to `most` values: those of `first`, then any number of `rest`.
-
-    The first `sure` values of `first` are always there, and so is each that comes before another; None: all are.
+    """Return an array of `least` to `most` values: those of `first`, then any number of `rest`. Only the first `sure`
+    values of `first` must be there; later ones may be cut off from the end. None: all must.
     """
     first = first if most is None else first[:most]
     fewest = max(0, least - len(first))
@@ -47,8 +46,8 @@ def items_of(
     value: Callable[[Any, str], Node],
     choices: Callable[[Any, str], list[Schema]],
 ) -> Node:
-    """The array that a plain schema allows. `value` makes a value's grammar from schema and path, `choices` the plain
-    schemas of it.
+    """Return the array that a plain schema allows. `value` returns the grammar of a schema at a path; `choices` returns
+    its plain schemas.
     """
     least, most = size(schema, "minItems") or 0, size(schema, "maxItems")
     if most is not None and most < least:
@@ -64,14 +63,14 @@ def items_of(
     if extra is False and least > len(prefix):
         raise GrammarError(f"minItems {least} is more than prefixItems allows")
     if extra is None:
-        extra = not prefix or least > len(prefix)  # as for objects: nothing that is not declared, unless it must be
+        extra = not prefix or least > len(prefix)  # as for objects, no undeclared values, unless `minItems` needs them
     first = [value(part, f"{path}/prefixItems/{at}") for at, part in enumerate(prefix)]
     rest = None if extra is False else value(extra, f"{path}/items")
     return array_of(rules, first, rest, least, most, least if "minItems" in schema else None)
 
 
 def _set_of(rules: Rules, schema: Schema, choices: list[Schema], least: int, most: int | None) -> Node:
-    """An array of different values, of which the schema names all. More than a few come in the schema's order."""
+    """Return an array of distinct values named by the schema; more than `ANY_ORDER` values keep the schema's order."""
     named = [_values(choice) for choice in choices]
     if "prefixItems" in schema or None in named:
         raise GrammarError(
@@ -91,7 +90,7 @@ def _set_of(rules: Rules, schema: Schema, choices: list[Schema], least: int, mos
 
 
 def _values(schema: Schema) -> list[Any] | None:
-    """All values that a plain schema allows; None if it does not name them."""
+    """Return all values that a plain schema allows; None if it does not name them."""
     found = finite(schema)
     if found is None and types_of(schema) <= FEW_VALUES.keys() and schema.keys() <= {"type"}:
         found = [value for name in sorted(types_of(schema)) for value in FEW_VALUES[name]]
@@ -99,7 +98,7 @@ def _values(schema: Schema) -> list[Any] | None:
 
 
 def _any_order(rules: Rules, values: list[Node], least: int, most: int) -> Node:
-    """Each value at most once, in any order. The rule of a state says what may follow when these have been written."""
+    """Return a rule for each value at most once, in any order. There is one rule per set of values already written."""
     states: dict[frozenset[int], Node] = {}
 
     def state(written: frozenset[int]) -> Node:

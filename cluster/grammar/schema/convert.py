@@ -1,6 +1,6 @@
-"""JSON Schemas as grammars. Every output of the grammar is valid by the schema; not every valid value is an output:
-properties come in the order in which they are declared, and nothing is there that is not declared, unless
-`additionalProperties` or `items` says so.
+"""JSON Schemas as grammars. Every output of the grammar is valid for the schema, but not every valid value is an
+output: properties come in the order of their declaration, and undeclared ones come only where `additionalProperties` or
+`items` asks for them.
 """
 
 import json
@@ -24,26 +24,26 @@ NULL = Literal("null")
 
 
 def schema_grammar(schema: Any, compact: bool = False) -> str:
-    """The grammar of a JSON schema, as `loaded`, in xgrammar's notation; `compact`: without white space.
+    """Return the grammar of a JSON schema, parsed by `loaded`, in xgrammar's notation; `compact`: without white space.
 
     Raises:
-        GrammarError: it is not a schema, or asks for what is not enforced; the message says where.
+        GrammarError: it is not a schema, or uses a keyword that is not enforced; the message says where.
     """
     converter = Converter(schema)
     return converter.rules.written(converter.value(converter.root, "#"), compact)
 
 
 def object_grammar(compact: bool = False) -> str:
-    """The grammar of any JSON object."""
+    """Return the grammar of any JSON object."""
     converter = Converter(True)
     return converter.rules.written(converter.any_object(), compact)
 
 
 def loaded(text: str) -> Any:
-    """JSON, with exact numbers.
+    """Parse JSON with exact numbers.
 
     Raises:
-        GrammarError: it is not.
+        GrammarError: it is not JSON.
     """
     try:
         return json.loads(text, parse_float=Decimal, parse_constant=_refuse)
@@ -57,16 +57,16 @@ def _refuse(constant: str) -> None:
 
 @dataclass(slots=True)
 class Converter:
-    """Turns the schemas inside one `root` into rules."""
+    """Converts the schemas inside one `root` to rules."""
 
     root: Any
     rules: Rules = field(default_factory=Rules)
-    _referred_to: dict[int, Ref] = field(default_factory=dict)  # by the identity of the schema
+    _referred_to: dict[int, Ref] = field(default_factory=dict)  # keyed by the id() of the schema
     _any: Ref | None = None
     _places: References | None = None
 
     def value(self, schema: Any, path: str) -> Node:
-        """The grammar of the values that a schema allows; `path` is where it stands."""
+        """Return the grammar of the values that a schema allows; `path` is its place, for error messages."""
         reader = self._reader()
         kept = reader.checked(schema, path)
         names = kept.keys()
@@ -89,8 +89,9 @@ class Converter:
         return SchemaReader(self._places)
 
     def _referred(self, target: Any, reference: str) -> Node:
-        """The rule of a schema that a reference points to, made once."""
+        """Return the rule of a schema that a reference points to; each schema gets one rule."""
         if id(target) not in self._referred_to:
+            # Reserve the name first: the schema may refer to itself.
             self._referred_to[id(target)] = self.rules.reserve()
             self.rules.tell(self._referred_to[id(target)], self.value(target, reference))
         return self._referred_to[id(target)]
@@ -135,7 +136,7 @@ class Converter:
         return self._reader().choices(schema, path)
 
     def any_value(self) -> Node:
-        """Any JSON value."""
+        """Return the grammar of any JSON value."""
         if self._any is None:
             self._any = self.rules.reserve()
             array = array_of(self.rules, [], self._any, 0, None)
@@ -144,6 +145,6 @@ class Converter:
         return self._any
 
     def any_object(self) -> Node:
-        """Any JSON object."""
+        """Return the grammar of any JSON object."""
         member = self.rules.add(seq(any_string(self.rules), COLON, self.any_value()))
         return object_of(self.rules, Members([], member, 0, None))

@@ -1,4 +1,4 @@
-"""The formats of strings that are enforced, as regular expressions: a part of what each of them allows, never more."""
+"""The string formats that are enforced, as regular expressions. Each matches a subset of its format, never more."""
 
 _YEAR = r"[1-9]\d{3}"
 _LEAP = r"(?:[1-9]\d(?:0[48]|[2468][048]|[13579][26])|(?:[2468][048]|[13579][26])00)"
@@ -10,8 +10,8 @@ _HOUR_MINUTE = r"(?:[01]\d|2[0-3]):[0-5]\d"
 _TIME = rf"{_HOUR_MINUTE}:[0-5]\d(?:\.\d{{1,6}})?(?:Z|[+-]{_HOUR_MINUTE})"
 _CLOCK = r"T(?:\d+H(?:\d+M(?:\d+S)?)?|\d+M(?:\d+S)?|\d+S)"
 _DURATION = rf"P(?:(?:\d+Y(?:\d+M(?:\d+D)?)?|\d+M(?:\d+D)?|\d+D)(?:{_CLOCK})?|{_CLOCK}|\d+W)"
-# At most 32 letters and digits with one . or - between two of them: 63 characters, and so no label is longer. One count
-# for the whole name keeps the automaton small; a count for each label would need one for the labels too.
+# At most 32 letters and digits, with at most one . or - between two of them. That is at most 63 characters, so no label
+# is too long. One count for the whole name keeps the automaton small; counting each label would need many more states.
 _HOST = r"[A-Za-z0-9](?:[.-]?[A-Za-z0-9]){0,31}"
 _ATOM = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]"
 _BYTE = r"(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
@@ -43,8 +43,7 @@ _ONE_CHARACTER = r"(?:[A-Za-z0-9 _,:;=@!]|\\[dDwWsS.*+?()^$|\\\[\]{}]|\.|\[\^?(?
 _SOME_CHARACTERS = rf"(?:{_ONE_CHARACTER}(?:[*+?]|\{{\d{{1,2}}\}})?)"
 _EXPRESSION = rf"\^?(?:{_SOME_CHARACTERS}|\((?:\?:)?{_SOME_CHARACTERS}+(?:\|{_SOME_CHARACTERS}+)*\)[*+?]?)*\$?"
 
-# Of JSON Schema first, then those that generators write for types of their languages
-# (OpenAPI, pydantic, quicktype, zod).
+# The formats of JSON Schema first, then formats that schema generators write for types of their languages.
 FORMATS: dict[str, str] = {
     "date": _DATE,
     "time": _TIME,
@@ -90,16 +89,16 @@ FORMATS: dict[str, str] = {
         for version in range(1, 9)
     },
 }
-# A smaller part of a format, for lengths and patterns beside it that the larger part does not fit.
+# A narrower subset of a format, used with lengths and patterns that the expression above does not fit.
 NARROWER: dict[str, str] = {
     "email": r"[A-Za-z0-9_+-](?:\.?[A-Za-z0-9_+-]){0,23}@[A-Za-z0-9](?:-?[A-Za-z0-9]){0,23}(?:\.[A-Za-z]{2,8}){1,2}",
     "uri": rf"[A-Za-z]{{1,8}}://{_AUTHORITY}(?:[/?#][A-Za-z0-9._~!$&'()*+,;=:@/?-]{{0,64}})?",
 }
-UNRESTRICTED = frozenset({"password", "binary"})  # OpenAPI: how a field is shown; any characters
+UNRESTRICTED = frozenset({"password", "binary"})  # OpenAPI's display hints; they allow any characters
 ENCODINGS = {"base64": _BASE64, "base64url": _BASE64URL, "base16": r"(?:[0-9A-F]{2})*"}
-# Inclusive bounds of integers, by the format of a number.
+# Inclusive bounds of integers, by a number's format.
 INTEGERS: dict[str, tuple[int, int]] = {
     **{f"int{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (8, 16, 32, 64)},
     **{f"uint{bits}": (0, 2**bits - 1) for bits in (8, 16, 32, 64)},
 }
-STORED = frozenset({"float", "double", "decimal"})  # how a program keeps a number, which may be any
+STORED = frozenset({"float", "double", "decimal"})  # storage types; they do not restrict the value

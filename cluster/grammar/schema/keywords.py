@@ -1,4 +1,4 @@
-"""The keywords of JSON Schema, and what plain schemas say: those with a type and what holds for values of it."""
+"""The keywords of JSON Schema, and functions on plain schemas: a type, and constraints on values of that type."""
 
 import math
 from decimal import Decimal
@@ -26,10 +26,11 @@ OBJECT = frozenset(
 BY_TYPE = {"string": STRING, "number": NUMBER, "integer": NUMBER, "array": ARRAY, "object": OBJECT}
 TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 COMBINED = frozenset({"$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else"})
-LATE = ("unevaluatedProperties", "unevaluatedItems")  # they see what every other part of the schema describes
-EXCLUDED = "not in"  # no keyword, but what `not` becomes in a plain schema: values that are not allowed
+# evaluated last: they apply to what no other part of the schema describes
+LATE = ("unevaluatedProperties", "unevaluatedItems")
+EXCLUDED = "not in"  # not a JSON Schema keyword: in a plain schema, the values that `not` excludes
 CONSTRAINTS = STRING | NUMBER | ARRAY | OBJECT | COMBINED | {"type", "enum", "const"}
-# They describe a schema and restrict nothing.
+# Annotations: they restrict nothing.
 ANNOTATIONS = frozenset(
     {
         "title",
@@ -56,17 +57,17 @@ ANNOTATIONS = frozenset(
         "propertyOrdering",
     }
 )
-OWN = ("x-", "qt-")  # extensions of OpenAPI, and what quicktype notes of the samples it has seen
-OFF = {"uniqueItems": False, "nullable": False}  # these values ask for nothing
+OWN = ("x-", "qt-")  # prefixes of OpenAPI's extensions and of quicktype's notes about its samples
+OFF = {"uniqueItems": False, "nullable": False}  # with these values the keywords restrict nothing
 MAX_SIZE = 100_000
 
 
 class EmptyError(GrammarError):
-    """No value can hold what a schema asks for."""
+    """No value satisfies a schema."""
 
 
 def finite(schema: Schema) -> list[Any] | None:
-    """The values that a plain schema names with const and enum, of the types it allows; None where it names none."""
+    """Return the values of const and enum that a plain schema's type allows; None if it has neither keyword."""
     named = [[schema["const"]]] if "const" in schema else []
     if "enum" in schema:
         if not isinstance(schema["enum"], list) or not schema["enum"]:
@@ -84,7 +85,7 @@ def finite(schema: Schema) -> list[Any] | None:
 
 
 def spelled(value: Any) -> str:
-    """A value in a spelling that equal values share: 1 and 1.0 are one, true and 1 are two."""
+    """Return a spelling that only equal values share: 1 and 1.0 have the same, true and 1 have different ones."""
     if isinstance(value, dict):
         return "{" + ",".join(f"{name!r}:{spelled(value[name])}" for name in sorted(value)) + "}"
     if isinstance(value, list):
@@ -95,7 +96,7 @@ def spelled(value: Any) -> str:
 
 
 def types_of(schema: Schema) -> set[str]:
-    """The types that a plain schema allows. Without `type`, keywords of one type say which is meant."""
+    """Return the types that a plain schema allows. Without `type`, they follow from keywords of one type."""
     named = schema.get("type")
     if named is None:
         meant = {kind for kind, keywords in BY_TYPE.items() if keywords & schema.keys()} - {"integer"}
@@ -109,7 +110,7 @@ def types_of(schema: Schema) -> set[str]:
 
 
 def types_of_value(value: Any) -> set[str]:
-    """The types that a value has: a whole number has two."""
+    """Return the types that a value has; a whole number is both integer and number."""
     if isinstance(value, bool):
         return {"boolean"}
     if isinstance(value, int | Decimal):
@@ -122,14 +123,14 @@ def _plain_type(value: Any) -> str:
 
 
 def kinds_of(schema: Schema) -> set[str]:
-    """Types of which no two have a value in common; by what is named, where that says more."""
+    """Return the types of a schema's values, with integer counted as number, so that no two types share a value."""
     values = finite(schema)
     types = types_of(schema) if values is None else {kind for value in values for kind in types_of_value(value)}
     return {"number" if name == "integer" else name for name in types}
 
 
 def size(schema: Schema, name: str) -> int | None:
-    """The value of a keyword that counts something."""
+    """Return the value of a keyword that counts something, such as `minItems`; None if it is absent."""
     value = schema.get(name)
     if isinstance(value, Decimal) and value == math.floor(value) and value.adjusted() < 10:
         value = int(value)
@@ -139,22 +140,19 @@ def size(schema: Schema, name: str) -> int | None:
 
 
 def is_closed(schema: Schema) -> bool:
-    """Whether objects have no properties but those that are declared."""
+    """Whether objects have only the declared properties."""
     extra = schema.get("additionalProperties", schema.get("unevaluatedProperties"))
     declares = bool(schema.keys() & {"properties", "patternProperties", "propertyNames"})
     return "patternProperties" not in schema and (extra is False or (extra is None and declares))
 
 
 def is_never(schema: Any) -> bool:
-    """Whether a schema is false, or says so in one of the other ways that generators have."""
+    """Whether a schema is false, or `{"not": {}}` or `{"not": true}`, which generators write for false."""
     return schema is False or (isinstance(schema, dict) and schema.get("not") in ({}, True) and "not" in schema)
 
 
 def modern(schema: Schema, path: str) -> Schema:
-    """A schema of an older draft, or of OpenAPI 3.0, as 2020-12 writes it.
-
-    That is: lists of `items`, exclusive bounds that are true or false, and `nullable` beside a type.
-    """
+    """Convert a schema of an older draft or OpenAPI 3.0 to 2020-12: `items`, `nullable`, Boolean exclusive bounds."""
     found = dict(schema)
     if isinstance(found.get("items"), list):
         if "prefixItems" in found:
@@ -162,7 +160,7 @@ def modern(schema: Schema, path: str) -> Schema:
         found["prefixItems"] = found.pop("items")
         if "additionalItems" in found:
             found["items"] = found["additionalItems"]
-    found.pop("additionalItems", None)  # beside no list it says nothing
+    found.pop("additionalItems", None)  # without a list of `items` it has no effect
     if found.get("nullable") is True and isinstance(found.get("type"), str):
         found["type"] = [found["type"], "null"]
         del found["nullable"]

@@ -1,4 +1,4 @@
-"""Two plain schemas as one, for values that hold in both."""
+"""Merges two plain schemas into one for the values that are valid for both."""
 
 from decimal import Decimal
 from typing import Any
@@ -11,10 +11,10 @@ SMALLER = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxPropertie
 
 
 def merged(one: Schema, two: Schema, path: str) -> Schema | None:
-    """A plain schema for what holds in both; None if their types exclude each other.
+    """Return a plain schema for the values valid for both; None if there are none, by type or by enum and const.
 
     Raises:
-        GrammarError: both say something that cannot be put into one schema.
+        GrammarError: the two have constraints that one schema cannot express together.
     """
     one, two = _closing(one, two, path), _closing(two, one, path)
     for mine, other in ((one, two), (two, one)):
@@ -31,7 +31,7 @@ def merged(one: Schema, two: Schema, path: str) -> Schema | None:
 
 
 def _closing(one: Schema, two: Schema, path: str) -> Schema:
-    """The first schema with the properties that only the second declares: its `additionalProperties` holds for them."""
+    """Return `one` with the properties that only `two` declares; `additionalProperties` of `one` applies to them."""
     extra = {"additionalProperties", "unevaluatedProperties", "patternProperties"} & one.keys()
     named = two.get("properties", {})
     beyond = named.keys() - one.get("properties", {}).keys() if isinstance(named, dict) else set()
@@ -61,7 +61,7 @@ def _both(name: str, one: Any, two: Any, path: str) -> Any:
     if name in LARGER + SMALLER and all(isinstance(value, int | Decimal) for value in (one, two)):
         return max(one, two) if name in LARGER else min(one, two)
     if name == "pattern":
-        return tuple(dict.fromkeys([*_texts(one), *_texts(two)]))  # all of them hold
+        return tuple(dict.fromkeys([*_texts(one), *_texts(two)]))  # a tuple of patterns: all must match
     if name in ("additionalProperties", "unevaluatedProperties") and (is_never(one) or is_never(two)):
         return False
     if name == EXCLUDED:
@@ -82,8 +82,8 @@ def _texts(pattern: Any) -> tuple[Any, ...]:
 
 
 def with_unevaluated(schema: Schema, name: str, value: Any, path: str) -> Schema:
-    """The schema with an explicit rule for the properties or items that none of its keywords describes."""
+    """Return the schema with the rule `name: value` for properties or items that none of its keywords describes."""
     others = ("additionalProperties",) if name == "unevaluatedProperties" else ("items",)
     if any(other in schema for other in others):
-        return schema  # that part has described them all
+        return schema  # `others` describes every property or item, so none is left
     return schema | {name: _both(name, schema[name], value, path) if name in schema else value}

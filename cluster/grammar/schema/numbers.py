@@ -1,4 +1,4 @@
-"""JSON numbers within bounds as grammars, exactly: bounds are decimals of any size, compared digit by digit."""
+"""JSON numbers within exact bounds as grammars: bounds are decimals of any size, compared digit by digit."""
 
 import math
 from decimal import Decimal
@@ -24,7 +24,7 @@ MAX_MULTIPLES = 2000
 
 
 def integer(rules: Rules, schema: Schema) -> Node:
-    """An integer by `minimum`, `maximum`, their exclusive forms, `multipleOf` and `format`."""
+    """Return an integer by `minimum`, `maximum`, their exclusive forms, `multipleOf` and `format`."""
     least, most = _whole_bounds(schema)
     if least is not None and most is not None and least > most:
         raise GrammarError("no integer lies between minimum and maximum")
@@ -37,7 +37,7 @@ def integer(rules: Rules, schema: Schema) -> Node:
 
 
 def _whole_bounds(schema: Schema) -> tuple[int | None, int | None]:
-    """The least and the largest integer that the bounds and the format of a schema allow."""
+    """Return the smallest and the largest integer that the bounds and the format of a schema allow; None: unbounded."""
     low, above = _lower(schema)
     high, below = _upper(schema)
     least = None if low is None else math.ceil(low)
@@ -51,7 +51,7 @@ def _whole_bounds(schema: Schema) -> tuple[int | None, int | None]:
 
 
 def _stored(schema: Schema) -> tuple[int, int] | None:
-    """The least and the largest integer of a `format`; None if it bounds nothing, as a format of strings does."""
+    """Return the bounds of a `format` of integers; None if it bounds nothing, such as a format of strings."""
     name = str(schema.get("format", "float"))
     if name not in INTEGERS and name not in STORED and name not in FORMATS and name not in UNRESTRICTED:
         known = ", ".join(sorted([*INTEGERS, *STORED]))
@@ -60,8 +60,8 @@ def _stored(schema: Schema) -> tuple[int, int] | None:
 
 
 def number(rules: Rules, schema: Schema) -> Node:
-    """A number by `minimum`, `maximum`, their exclusive forms and `multipleOf`. Between bounds, and where it is a
-    multiple, it is written without exponent.
+    """Return a number by `minimum`, `maximum`, their exclusive forms and `multipleOf`. With any of these it is written
+    without exponent.
     """
     step = _number(schema, "multipleOf")
     if _stored(schema) is not None or (step is not None and step == math.floor(step)):
@@ -73,7 +73,7 @@ def number(rules: Rules, schema: Schema) -> Node:
 
 
 def _bounded(schema: Schema) -> Node:
-    """A number by its bounds."""
+    """Return a number within the bounds of a schema."""
     low, above = _lower(schema)
     high, below = _upper(schema)
     if low is None and high is None:
@@ -91,7 +91,7 @@ def _bounded(schema: Schema) -> Node:
 
 
 def _lower(schema: Schema) -> tuple[Decimal | None, bool]:
-    """The lower bound, and whether it is itself left out."""
+    """Return the lower bound, and whether it is exclusive."""
     low, over = _number(schema, "minimum"), _number(schema, "exclusiveMinimum")
     return (over, True) if over is not None and (low is None or over >= low) else (low, False)
 
@@ -128,7 +128,7 @@ def _signed(least: int | None, most: int | None) -> Node:
 
 
 def _whole(least: int, most: int | None) -> Node:
-    """An integer from `least` (0 or more) to `most`, without leading zeros."""
+    """Return an integer from `least` (0 or more) to `most`, without leading zeros."""
     low = str(least)
     if most is None:
         longer = seq(chars((0x31, 0x39)), repeat(DIGIT, len(low), len(low)), DIGITS)
@@ -144,7 +144,7 @@ def _whole(least: int, most: int | None) -> Node:
 
 
 def _same_length(low: str, high: str) -> Node:
-    """The digits from `low` to `high`, both of one length."""
+    """Return the digit strings from `low` to `high`, which have the same length."""
     if not low:
         return EMPTY
     rest = len(low) - 1
@@ -168,7 +168,7 @@ Bound = tuple[Decimal, bool]
 
 
 def _magnitude(low: Bound, high: Bound | None) -> Node:
-    """A number without sign from `low`, 0 or more, to `high`; a bound may be left out itself."""
+    """Return a number without sign from `low` (0 or more) to `high`. A bound is a value and whether it is exclusive."""
     whole, fraction = _digits(low[0])
     if high is None:
         return alt(seq(_whole(whole + 1, None), FRACTION), seq(Literal(str(whole)), _above(fraction, low[1])))
@@ -188,7 +188,7 @@ def _digits(value: Decimal) -> tuple[int, str]:
 
 
 def _above(bound: str, strict: bool) -> Node:
-    """A fraction, or none, of at least (or more than) the digits of a bound."""
+    """Return a fraction part, possibly none, of at least (`strict`: more than) the fraction digits of a bound."""
     if not bound and not strict:
         return FRACTION
     return seq(Literal("."), _more(bound, strict))
@@ -208,7 +208,7 @@ def _between(low: str, above: bool, high: str, below: bool) -> Node:
 
 
 def _more(bound: str, strict: bool) -> Node:
-    """Digits, one or more, that are at least (or more than) the bound's when both are read as fractions."""
+    """Return digits, one or more, whose value as a fraction is at least (`strict`: more than) the bound's."""
     if not bound:
         return seq(repeat(one_of("0")), chars((0x31, 0x39)), DIGITS) if strict else seq(DIGIT, DIGITS)
     rest = _more(bound[1:], strict)
@@ -217,7 +217,7 @@ def _more(bound: str, strict: bool) -> Node:
 
 
 def _less(bound: str, strict: bool) -> Node:
-    """Digits, one or more, that are at most (or less than) the bound's."""
+    """Return digits, one or more, whose value as a fraction is at most (`strict`: less than) the bound's."""
     if not bound:
         return Chars(()) if strict else repeat(one_of("0"), 1)
     smaller = _digit("0", chr(ord(bound[0]) - 1))
@@ -230,7 +230,7 @@ def _less(bound: str, strict: bool) -> Node:
 
 
 def _inside(low: str, above: bool, high: str, below: bool) -> Node:
-    """Digits, one or more, between two bounds of one length."""
+    """Return digits, one or more, between two bounds of the same length."""
     if not low:
         return Chars(()) if above or below else repeat(one_of("0"), 1)
     if low[0] == high[0]:
@@ -246,8 +246,8 @@ def _inside(low: str, above: bool, high: str, below: bool) -> Node:
 
 
 def _multiples(rules: Rules, step: Decimal, least: int | None, most: int | None) -> Node:
-    """An integer between bounds that is a multiple of a step."""
-    whole = step.as_integer_ratio()[0]  # an integer is a multiple of 2.5, which is 5/2, where it is one of 5
+    """Return an integer between bounds that is a multiple of a step."""
+    whole = step.as_integer_ratio()[0]  # an integer is a multiple of 2.5 = 5/2 exactly if it is a multiple of 5
     if least is not None and most is not None and (most - least) // whole <= MAX_MULTIPLES:
         found = [Literal(str(value)) for value in range(-(-least // whole) * whole, most + 1, whole)]
         if not found:
@@ -260,10 +260,10 @@ State = tuple[int, int | None]
 
 
 def _stepped(rules: Rules, allowed: Node, step: Decimal) -> Node:
-    """The numbers, written as `allowed` says and without exponent, that are multiples of a step.
+    """Return the numbers of `allowed`, without exponent, that are multiples of a step.
 
-    The state of the machine is the remainder of the digits so far, and how many of them are decimals (None: no point
-    yet). A multiple has no more decimals than its step.
+    The machine's state is the remainder of the digits so far, and the number of decimals (None: no point yet). A
+    multiple has no more decimals than its step.
     """
     places = max(0, -int(step.normalize().as_tuple().exponent))
     by = int(step.scaleb(places))

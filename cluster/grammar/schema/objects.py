@@ -1,4 +1,4 @@
-"""JSON objects as grammars: properties in the order in which the schema declares them, then what else may be there."""
+"""JSON objects as grammars: declared properties in the order of their declaration, then additional ones."""
 
 import re
 from collections.abc import Callable, Collection
@@ -18,7 +18,9 @@ NAMED_BY = frozenset({"type", "pattern", "minLength", "maxLength", "format", "co
 
 @dataclass(slots=True)
 class Members:
-    """What an object may consist of: members in order, `required` or not, then any number of `extra` ones."""
+    """The members an object may have: `ordered` ones, each with whether it is required, then any number of `extra`
+    ones. `least` and `most` limit the number of members.
+    """
 
     ordered: list[tuple[Node, bool]]
     extra: Node | None
@@ -27,14 +29,14 @@ class Members:
 
 
 def object_of(rules: Rules, members: Members) -> Node:
-    """An object of these members."""
+    """Return an object with these members."""
     cap = max(1, members.least if members.most is None else members.most)
     inside = in_order(rules, members.ordered, _tail(rules, members, cap), members.most)
     return rules.add(seq(Literal("{"), SPACES, inside, Literal("}")))
 
 
 def _tail(rules: Rules, members: Members, cap: int) -> list[Node]:
-    """What may follow the declared members, by how many members have been written."""
+    """Return what may follow the declared members, by the number of members written, up to `cap` (or more)."""
     ends: list[Node] = [SPACES if written else EMPTY for written in range(cap + 1)]
     ends[: members.least] = [NOTHING] * members.least
     if members.extra is None or members.most == 0:
@@ -59,8 +61,8 @@ def members_of(
     value: Callable[[Any, str], Node],
     choices: Callable[[Any, str], list[Schema]],
 ) -> Members:
-    """The members that a plain schema of an object allows. `value` makes a value's grammar from schema and path,
-    `choices` the plain schemas of it.
+    """Return the members that a plain schema of an object allows. `value` returns the grammar of a schema at a path;
+    `choices` returns its plain schemas.
     """
     declared, required = _declared(schema), _required(schema)
     least, most = size(schema, "minProperties") or 0, size(schema, "maxProperties")
@@ -71,7 +73,7 @@ def members_of(
     if "propertyNames" in schema:
         names = _plain_names(choices({"allOf": [{"type": "string"}, schema["propertyNames"]]}, f"{path}/propertyNames"))
         listed = _listed(names)
-        if listed is not None:  # these names, and no others
+        if listed is not None:  # the names are listed, so there are no other members
             other = False if patterns else True if extra is None else extra
             declared = {name: declared.get(name, other) for name in listed}
             names, extra = None, False
@@ -91,7 +93,7 @@ def members_of(
         except EmptyError:
             if name in required:
                 raise
-            continue  # no value can hold its schema, so the property is never there
+            continue  # no value is valid for the schema, so the optional property is never written
         ordered.append((seq(literal(name), COLON, inside), name in required))
     keyed = _keyed(rules, schema, names, declared, extra)
     other = None
@@ -106,7 +108,7 @@ def members_of(
 def _keyed(
     rules: Rules, schema: Schema, names: list[Schema] | None, declared: dict[str, Any], extra: Any
 ) -> tuple[Node, Any, str] | None:
-    """The key and the schema of members that are not declared, and the keyword that says so; None: there are none."""
+    """Return the key and schema of undeclared members, and the keyword that allows them; None if none are allowed."""
     patterns = schema.get("patternProperties", {})
     if patterns:
         if extra not in (None, False) or names is not None:
@@ -129,7 +131,7 @@ def _keyed(
 
 
 def _plain_names(choices: list[Schema]) -> list[Schema]:
-    """The plain schemas of names, if they can be held to."""
+    """Return the plain schemas of names; raise if one of them is not enforced."""
     for choice in choices:
         if choice.get("type") not in ("string", ["string"]) or choice.keys() - NAMED_BY - {EXCLUDED}:
             raise GrammarError(
@@ -139,13 +141,13 @@ def _plain_names(choices: list[Schema]) -> list[Schema]:
 
 
 def _listed(names: list[Schema]) -> list[str] | None:
-    """The names that are allowed, where the schema lists them."""
+    """Return the allowed names, if the schema lists them; else None."""
     found = [finite(choice) for choice in names]
     return None if None in found else list(dict.fromkeys(name for values in found if values for name in values))
 
 
 def _other_key(rules: Rules, declared: Collection[str]) -> Node:
-    """A key that is none of these. It has no escapes, so it cannot spell one of them in another way."""
+    """Return a key that is not in `declared`. It has no escapes, so it cannot spell a declared name in another way."""
     if not declared:
         return any_string(rules)
     taken = [name for name in declared if literal(name) == Literal(f'"{name}"')]
@@ -153,7 +155,7 @@ def _other_key(rules: Rules, declared: Collection[str]) -> Node:
 
 
 def _unlike(taken: list[str]) -> Node:
-    """The rest of a key that is not one of `taken`."""
+    """Return the rest of a key that differs from all of `taken`."""
     firsts = sorted({name[0] for name in taken if name})
     end: Node = NOTHING if "" in taken else EMPTY
     other = seq(minus(PLAIN, one_of("".join(firsts))), repeat(PLAIN))
@@ -162,7 +164,7 @@ def _unlike(taken: list[str]) -> Node:
 
 
 def _extra(schema: Schema) -> Any:
-    """The schema of members that nothing else describes: none, false, true or a schema."""
+    """Return the schema of undeclared members: None if not given, false, true or a schema."""
     found = schema.get("additionalProperties", schema.get("unevaluatedProperties"))
     return False if is_never(found) else found
 

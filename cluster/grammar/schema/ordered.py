@@ -1,4 +1,4 @@
-"""Parts in a given order, each required or not, divided by commas: properties of an object, values of a set."""
+"""Comma-separated parts in a given order, each required or optional: properties of an object, values of a set."""
 
 from cluster.grammar.asked import GrammarError
 from cluster.grammar.ebnf import Rules
@@ -9,15 +9,16 @@ MAX_STATES = 10_000
 
 
 def in_order(rules: Rules, parts: list[tuple[Node, bool]], ends: list[Node], most: int | None) -> Node:
-    """The parts in order, at most `most` of them. The bool of a part says that it must be there.
+    """Return the parts in order, at most `most` of them. The bool of a part says whether it is required.
 
-    `ends[n]` is what may follow the last part when `n` have been written; the last entry is for all larger numbers too.
-    The rule of a state says what may come when so many have been written.
+    `ends[n]` is what may follow the last part when n parts have been written; the last entry also holds for larger n.
+    There is one rule per position and number of parts written.
     """
     cap = len(ends) - 1
     if (len(parts) + 1) * (cap + 1) > MAX_STATES:
         raise GrammarError("the least and the most number of parts are too large for so many parts")
     states = ends
+    # states[n]: what may come from this position on, after n parts.
     for part, required in reversed(parts):
         before: list[Node] = []
         for written in range(cap + 1):

@@ -1,5 +1,5 @@
-"""JSON Schemas as they are read: every keyword is known or refused by name, references are resolved, combinations
-multiplied out. What is left is a choice of plain schemas: a type, and what holds for values of it.
+"""Reads JSON Schemas into choices of plain schemas: a type, and constraints on values of that type. Every keyword is
+either known or refused by name. References are resolved, and combinations (allOf, anyOf, oneOf, if) are multiplied out.
 """
 
 from collections.abc import Mapping
@@ -32,16 +32,16 @@ MAX_CHOICES = 1000
 
 @dataclass(slots=True)
 class SchemaReader:
-    """Reads the schemas inside of which `references` point."""
+    """Reads the schemas inside a root; `references` resolves their `$ref`."""
 
     references: References
     _resolving: list[int] = field(default_factory=list)
 
     def checked(self, schema: Any, path: str) -> Schema:
-        """The constraints of a schema; empty for one that allows anything.
+        """Return the constraints of a schema; empty if it allows anything.
 
         Raises:
-            GrammarError: it is none, allows nothing, or has a keyword that is not enforced.
+            GrammarError: it is not a schema, allows nothing, or has a keyword that is not enforced.
         """
         if schema is True:
             return {}
@@ -61,7 +61,7 @@ class SchemaReader:
         return kept
 
     def choices(self, schema: Any, path: str) -> list[Schema]:
-        """Plain schemas, any of which may hold, instead of a schema with references and combinations."""
+        """Return plain schemas equivalent to a schema: a value is valid if it is valid for one of them."""
         kept = self.checked(schema, path)
         found: list[Schema] = [
             {name: value for name, value in kept.items() if name not in COMBINED and name not in LATE}
@@ -94,7 +94,7 @@ class SchemaReader:
         return found
 
     def _conditional(self, schema: Schema, path: str) -> list[Schema]:
-        """The choices of `if`, `then` and `else`: what holds `if` and `then`, and what fails `if` and holds `else`."""
+        """Return plain schemas of `if`, `then`, `else`: either `if` and `then` hold, or `if` fails and `else` holds."""
         fails = self._failing(schema["if"], f"{path}/if")
         held = self.choices(schema["if"], f"{path}/if")
         arms = []
@@ -105,7 +105,7 @@ class SchemaReader:
         return arms or _nothing(path)
 
     def _failing(self, condition: Any, path: str) -> list[Schema]:
-        """Plain schemas for values that fail an `if` which compares properties with constants."""
+        """Return plain schemas for the values that fail an `if`, which must compare properties with constants."""
         kept = self.checked(condition, path)
         named = kept.get("properties", {})
         values = {name: self._finite(part, path) for name, part in named.items()} if isinstance(named, dict) else {}
@@ -117,7 +117,9 @@ class SchemaReader:
         ]
 
     def _product(self, ones: list[Schema], twos: list[Schema], path: str) -> list[Schema]:
-        """Plain schemas for what holds in one of the first and in one of the second."""
+        """Return plain schemas for values valid for one of `ones` and one of `twos`. Raises EmptyError if there are
+        none.
+        """
         return self._merged(ones, twos, path) or _nothing(path)
 
     def _merged(self, ones: list[Schema], twos: list[Schema], path: str) -> list[Schema]:
@@ -130,7 +132,7 @@ class SchemaReader:
         return [schema for schema in found if schema is not None]
 
     def _disjoint(self, one: Schema, two: Schema, path: str) -> bool:
-        """Whether no value of a property that both describe, and one requires, holds in both."""
+        """Whether a property that both describe and one requires has no value valid for both."""
         names, others = one.get("properties", {}), two.get("properties", {})
         if not isinstance(names, dict) or not isinstance(others, dict):
             return False
@@ -145,7 +147,7 @@ class SchemaReader:
         return False
 
     def check_apart(self, arms: list[list[Schema]], path: str) -> None:
-        """Refuse a oneOf unless no value that comes out of one arm can be valid for another."""
+        """Raise unless the arms of a oneOf are disjoint: no value generated from one arm may be valid for another."""
         for at, arm in enumerate(arms):
             for other in arms[:at]:
                 pairs = ((one, two) for one in arm for two in other)
@@ -156,7 +158,7 @@ class SchemaReader:
                     )
 
     def _apart(self, made: Schema, other: Schema, path: str) -> bool:
-        """Whether a value made by one plain schema cannot be valid for another."""
+        """Whether no value generated from the plain schema `made` is valid for `other`."""
         values, others = finite(made), finite(other)
         if values is not None and others is not None:
             return not {spelled(value) for value in values} & {spelled(value) for value in others}
@@ -184,7 +186,7 @@ class SchemaReader:
         return None if found is None else set(map(spelled, found))
 
     def _finite(self, schema: Any, path: str) -> list[Any] | None:
-        """The values that a schema names, each once; None where it names none."""
+        """Return the values that a schema names, without duplicates; None if it does not name them all."""
         found = [finite(choice) for choice in self.choices(schema, path)]
         if None in found:
             return None
@@ -192,7 +194,7 @@ class SchemaReader:
 
 
 def parts_of(schema: Mapping[str, Any], name: str, path: str) -> list[Any]:
-    """The schemas under allOf, anyOf, oneOf."""
+    """Return the schemas under allOf, anyOf or oneOf."""
     parts = schema.get(name, [])
     if not isinstance(parts, list) or (name in schema and not parts):
         raise GrammarError(f"{path}: {name} must be a list of schemas, and not an empty one")

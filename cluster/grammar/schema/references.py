@@ -1,6 +1,6 @@
-"""References inside one schema: JSON pointers, anchors and the names that subschemas give themselves.
+"""References inside one schema: JSON pointers, anchors and the ids of subschemas.
 
-RFC 3986 resolves a reference against the nearest `$id` above it; its fragment is percent-decoded and then is a JSON
+RFC 3986 resolves a reference against the nearest `$id` above it. Its fragment is percent-decoded and then is a JSON
 pointer (RFC 6901, section 6) or the name of an `$anchor`.
 """
 
@@ -10,17 +10,17 @@ from urllib.parse import unquote, urldefrag, urljoin
 
 from cluster.grammar.asked import GrammarError
 
-VALUES = frozenset({"const", "enum", "default", "example", "examples"})  # what is inside is no schema
+VALUES = frozenset({"const", "enum", "default", "example", "examples"})  # their content is a value, not a schema
 ANCHORS = ("$anchor", "$dynamicAnchor")
 
 
 @dataclass(slots=True)
 class References:
-    """What the references inside a schema `root` point to."""
+    """Resolves the references inside the schema `root`."""
 
     root: Any
-    _bases: dict[int, str] = field(default_factory=dict)  # by the identity of a schema
-    _named: dict[str, Any] = field(default_factory=dict)  # by URI, and by URI and anchor
+    _bases: dict[int, str] = field(default_factory=dict)  # base URI, keyed by the id() of a schema
+    _named: dict[str, Any] = field(default_factory=dict)  # keyed by URI, and by URI and anchor
 
     def __post_init__(self) -> None:
         waiting = [(self.root, "")]
@@ -34,11 +34,11 @@ class References:
                 waiting += [(part, base) for part in inside]
 
     def _entered(self, schema: dict[str, Any], base: str) -> str:
-        """Note what a schema names itself; the base of references inside of it."""
+        """Record the URI and anchors of a schema, and return the base URI of the references inside it."""
         own = schema.get("$id")
         if isinstance(own, str):
             named, anchor = urldefrag(_absolute(base, own))
-            if anchor:  # draft 7 writes an anchor so
+            if anchor:  # in draft 7 an `$id` with a fragment is an anchor
                 self._named.setdefault(f"{named}#{anchor}", schema)
             else:
                 base = named
@@ -50,10 +50,10 @@ class References:
         return base
 
     def resolved(self, reference: Any, schema: Any, path: str) -> Any:
-        """What the `$ref` of a schema at `path` points to.
+        """Return the schema that the `$ref` of a schema at `path` points to.
 
         Raises:
-            GrammarError: it is not in the schema.
+            GrammarError: the target is not in the schema.
         """
         if not isinstance(reference, str):
             raise GrammarError(f"{path}: $ref must be text, as in #/$defs/name")
@@ -61,8 +61,9 @@ class References:
         if uri not in self._named:
             raise GrammarError(f"{path}: $ref {reference[:80]!r} must point into the schema itself, as in #/$defs/name")
         resource = self._named[uri]
-        for start in (resource, self.root):  # generators embed a schema that names itself and point on from the root
-            for decoded in (unquote(fragment), fragment):  # some write a name as it is, with % in it
+        # some generators embed a schema with its own `$id` whose pointers still start at the root
+        for start in (resource, self.root):
+            for decoded in (unquote(fragment), fragment):  # some generators do not percent-encode a name with % in it
                 found = [start] if not decoded else _pointed(start, decoded)
                 if found:
                     return found[0]
@@ -74,12 +75,12 @@ class References:
 def _absolute(base: str, reference: str) -> str:
     try:
         return base + reference if reference.startswith("#") else urljoin(base, reference)
-    except ValueError:  # no URI; nothing has such a name
+    except ValueError:  # not a URI, so no schema has it as its name
         return reference
 
 
 def _pointed(found: Any, pointer: str) -> list[Any]:
-    """What a JSON pointer leads to from a value, alone in a list; an empty list if it leads to nothing."""
+    """Return a list with the value that a JSON pointer leads to; an empty list if it leads nowhere."""
     if not pointer.startswith("/"):
         return []
     for part in pointer.split("/")[1:]:

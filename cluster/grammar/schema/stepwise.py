@@ -1,4 +1,4 @@
-"""Automata as rules: a rule for each state to which several others lead, the rest written where they are reached."""
+"""Writes automata as rules: a state entered from several others gets a rule; other states are written inline."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -7,15 +7,14 @@ from cluster.grammar.automata import Automaton
 from cluster.grammar.ebnf import Rules
 from cluster.grammar.nodes import EMPTY, NOTHING, Chars, Node, alt, repeat, seq
 
-MOST_NESTED = 12  # states that are written inside of one another
+MOST_NESTED = 12  # maximum depth of states written inline
 
 
 def rules_of(
     rules: Rules, automaton: Automaton, written: Callable[[Chars], Node], end: Node = EMPTY, before: Node | None = None
 ) -> Node:
-    """The rules of an automaton. `written` gives the grammar of one character; `end` follows the last one.
-
-    Every rule reads the rest of the text and the end, so what may follow it is `before`, whichever rule it is.
+    """Return the rules of an automaton. `written` returns the grammar of one character class; `end` follows the last
+    one. Every rule reads all the rest of the text and `end`, so the same lookahead `before` holds after each rule.
     """
     named = {0: rules.reserve()} if _is_entered(automaton, 0) else {}
     waiting = list(named)

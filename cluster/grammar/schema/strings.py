@@ -1,4 +1,4 @@
-"""JSON strings as grammars: bounded, by a pattern, by a format. What is written between the quotes is always JSON."""
+"""JSON strings as grammars: by length, pattern or format. The text between the quotes is always valid JSON."""
 
 import json
 from collections.abc import Sequence
@@ -33,30 +33,31 @@ from cluster.grammar.schema.stepwise import rules_of
 from cluster.grammar.schema.texts import ALL, text_of_schema
 
 INDENT = 16
-# None, one, or a new line and an indent: what writers of JSON use, and nothing that a model could go on with forever.
+# Nothing, one space, or a new line and an indent, as JSON writers do. It is bounded, so a model cannot write white
+# space forever.
 SPACES = Blank(alt(Literal(""), Literal(" "), seq(Literal("\n"), repeat(one_of(" \t"), 0, INDENT))))
 HEX = chars((0x30, 0x39), (0x41, 0x46), (0x61, 0x66))
 TO_ESCAPE = chars((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C))
 PLAIN = minus(ALL, TO_ESCAPE)
 SHORT = {'"': '"', "\\": "\\", "\b": "b", "\f": "f", "\n": "n", "\r": "r", "\t": "t"}
-ESCAPE = seq(Literal("\\"), alt(one_of('"\\/bfnrt'), seq(Literal("u"), HEX, HEX, HEX, HEX)))  # any that JSON has
+ESCAPE = seq(Literal("\\"), alt(one_of('"\\/bfnrt'), seq(Literal("u"), HEX, HEX, HEX, HEX)))  # all escapes of JSON
 QUOTE = Literal('"')
-AFTER = seq(SPACES, one_of(",}]:"))  # what follows a value inside of another
+AFTER = seq(SPACES, one_of(",}]:"))  # what follows a value inside another one
 FEW = 8
-SMALL = 150  # states of an automaton, each of which needs a mask: a few milliseconds over a large vocabulary
+SMALL = 150  # states of an automaton; each needs a mask, which takes a few milliseconds over a large vocabulary
 COMMA = seq(Literal(","), SPACES)
 
 
 def any_string(rules: Rules) -> Node:
-    """Any JSON string."""
+    """Return any JSON string."""
     return rules.add(Regular(seq(QUOTE, repeat(alt(PLAIN, ESCAPE)), QUOTE)), before=AFTER)
 
 
 def string(rules: Rules, schema: Schema, excluded: Sequence[str] = ()) -> Node:
-    """A JSON string by `minLength`, `maxLength`, `pattern`, `format` and `contentEncoding`, and none of `excluded`.
+    """Return a JSON string by `minLength`, `maxLength`, `pattern`, `format`, `contentEncoding`; none of `excluded`.
 
     Raises:
-        GrammarError: it cannot be held to these.
+        GrammarError: these cannot be enforced.
     """
     found = text_of_schema(schema, excluded)
     if found == repeat(ALL):
@@ -67,9 +68,8 @@ def string(rules: Rules, schema: Schema, excluded: Sequence[str] = ()) -> Node:
 
 
 def _if_small(node: Node) -> Node | Automaton:
-    """The automaton of an expression that xgrammar makes no automaton of, if it is small; else the expression.
-
-    Masks of its states are made beforehand: those of base64 took 20 ms over 150,000 tokens, and take 0.05 ms so.
+    """Return our automaton of an expression that does not fit xgrammar's, if it is small; else the expression. Masks of
+    its states are precomputed: a mask of base64 took 20 ms over 150,000 tokens, now 0.05 ms.
     """
     try:
         return intersection([node], SMALL) or node
@@ -78,7 +78,7 @@ def _if_small(node: Node) -> Node | Automaton:
 
 
 def stepwise(rules: Rules, automaton: Automaton) -> Node:
-    """What an automaton matches, as JSON writes it, between quotes. The rule of each state ends the string."""
+    """Return the texts of an automaton as JSON strings. The rule of an accepting state also reads the closing quote."""
 
     def written(characters: Chars) -> Node:
         return _in_json(characters, counted=False)
@@ -87,8 +87,8 @@ def stepwise(rules: Rules, automaton: Automaton) -> Node:
 
 
 def quoted(rules: Rules, inside: Node) -> Node:
-    """What is inside, as JSON writes it, between quotes. Quotes belong to the automaton: what a token brings beyond the
-    end of one must be looked into for each mask.
+    """Return the texts of `inside` as JSON strings. The quotes are part of the automaton. Otherwise each mask would
+    have to examine the tokens that go beyond its end.
     """
     match inside:
         case Repeat(Chars() as part, least, int() as most) if most > FEW and least <= MOST_STATES:
@@ -99,7 +99,7 @@ def quoted(rules: Rules, inside: Node) -> Node:
 
 
 def _counted(rules: Rules, part: Chars, least: int, most: int) -> Node:
-    """`least` to `most` characters of a class, between quotes."""
+    """Return a JSON string of `least` to `most` characters of a class."""
     plain, escapes = minus(part, TO_ESCAPE), _escapes(both(part, TO_ESCAPE))
     one = alt(plain, escapes)
     parts = one.parts if isinstance(one, Alt) else (one,)
@@ -107,9 +107,10 @@ def _counted(rules: Rules, part: Chars, least: int, most: int) -> Node:
 
 
 def _in_json(node: Node, counted: bool) -> Node:
-    """How JSON writes, between quotes, what the node matches: escaped is only what must be.
+    """Return how JSON writes the texts of `node` between quotes; only characters that must be escaped are.
 
-    Without `counted` nothing is that would be counted beyond `FEW`: xgrammar is too slow with both.
+    Without `counted`, a character repeated more than `FEW` times may not be an escaped one: counts and escapes together
+    are too slow in xgrammar.
     """
     match node:
         case Chars():
@@ -144,7 +145,7 @@ def _escapes(characters: Chars) -> Node:
 
 
 def literal(value: Any) -> Literal:
-    """One JSON value, in one spelling. Half a surrogate pair, which no text can hold, is escaped."""
+    """Return one JSON value, in one spelling. A lone surrogate, which no text can hold, is escaped."""
     text = _spelled(value, ascii_only=False)
     try:
         text.encode()

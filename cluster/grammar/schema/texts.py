@@ -1,4 +1,4 @@
-"""Which strings a schema allows: one expression, or the automaton of what several of them match together."""
+"""The strings that a schema allows, as one expression or as the automaton of an intersection of expressions."""
 
 from collections.abc import Sequence
 
@@ -10,18 +10,20 @@ from cluster.grammar.schema.formats import ENCODINGS, FORMATS, NARROWER, UNRESTR
 from cluster.grammar.schema.keywords import Schema, size
 
 ALL = chars((0, LAST))
-SHARED_BY = 8  # repetitions of what is itself without end share its room
-MOST_COUNTED = 300  # characters that an automaton may count; longer bounds are shared out between repetitions
+SHARED_BY = 8  # the length is divided between at most this many copies of a repeated part that is itself unbounded
+# characters that an automaton may count; a longer bound is divided between the repetitions of the expression
+MOST_COUNTED = 300
 
 
 def text_of_schema(schema: Schema, excluded: Sequence[str] = ()) -> Node | Automaton:
-    """What a string may be by `minLength`, `maxLength`, `pattern`, `format` and `contentEncoding`: none of `excluded`.
+    """Return the strings allowed by `minLength`, `maxLength`, `pattern`, `format` and `contentEncoding`, without
+    `excluded`.
 
-    One expression is kept as it is. Where several hold, the one that the others include is taken, or else the automaton
-    of what all of them match.
+    One expression is returned as it is. Of several, the one that all others include is taken, or else the automaton of
+    their intersection.
 
     Raises:
-        GrammarError: it cannot be held to these, or no string holds all of them.
+        GrammarError: these cannot be enforced, or no string satisfies all of them.
     """
     least, most = size(schema, "minLength") or 0, size(schema, "maxLength")
     if most is not None and most < least:
@@ -37,7 +39,7 @@ def text_of_schema(schema: Schema, excluded: Sequence[str] = ()) -> Node | Autom
     required = list(dict.fromkeys(required))
     if not required:
         return repeat(ALL, least, most)
-    # An expression, and the one of `required` that it holds by itself.
+    # Pairs of a plain expression and the element of `required` whose condition it satisfies.
     candidates = [(node, part) for part in required if (node := plain(part)) is not None]
     name = str(schema.get("format"))
     if named and name in NARROWER:
@@ -52,7 +54,7 @@ def text_of_schema(schema: Schema, excluded: Sequence[str] = ()) -> Node | Autom
 def _together(
     schema: Schema, required: Sequence[Node], candidates: Sequence[tuple[Node, Node]], least: int, most: int | None
 ) -> Node | Automaton:
-    """The automaton of what all expressions match within the lengths; where it is too large, a part of it."""
+    """Return the automaton of the intersection within the lengths; if too large, an expression for a part of it."""
     try:
         if max(least, most or 0) <= MOST_COUNTED:
             bounds = [repeat(ALL, least, most)] if (least, most) != (0, None) else []
@@ -62,7 +64,7 @@ def _together(
             return found
     except TooLargeError:
         pass
-    for candidate, part in reversed(candidates):  # a narrower one needs fewer states
+    for candidate, part in reversed(candidates):  # the narrower candidate comes last and needs fewer states
         shorter = candidate if most is None else at_most(candidate, most)
         if lengths(shorter)[0] >= least and shorter != NOTHING and _held_by_others(required, part, shorter):
             return shorter
@@ -73,12 +75,12 @@ def _together(
 
 
 def other_than(texts: Sequence[str]) -> list[Node]:
-    """An expression for any text but these; nothing where there are none."""
+    """Return a list with an expression for any text except `texts`; an empty list if `texts` is empty."""
     return [seq(Look("?!", seq(alt(*map(Literal, texts)), END), negated=True), repeat(ALL))] if texts else []
 
 
 def _held_by_others(required: Sequence[Node], part: Node, fitted: Node) -> bool:
-    """Whether every expression but `part` matches all that `fitted` matches."""
+    """Whether every expression except `part` matches all texts of `fitted`."""
     others = [node for node in required if node != part]
     return not others or includes(others, fitted)
 
@@ -94,17 +96,17 @@ def _excluded(schema: Schema) -> str:
 
 def _patterns(schema: Schema) -> list[Node]:
     written = schema.get("pattern", ())
-    found = written if isinstance(written, tuple) else (written,)  # several, where two parts of a schema have one each
+    found = written if isinstance(written, tuple) else (written,)  # a tuple of patterns, if schemas were merged
     if not all(isinstance(text, str) for text in found):
         raise GrammarError("pattern must be a string")
     return [open_sided(read(text), repeat(ALL)) for text in found]
 
 
 def _named(schema: Schema, beside_pattern: bool) -> list[str]:
-    """The expressions that `format` and `contentEncoding` stand for.
+    """Return the expressions of `format` and `contentEncoding`.
 
-    A format that JSON Schema does not define restricts nothing by itself. Generators write its pattern beside it, and
-    the pattern is then what counts; without one it is refused, because a client that writes it means something.
+    A format that JSON Schema does not define restricts nothing. Generators write its pattern beside it, and then the
+    pattern decides. Without a pattern the format is refused, because the client means a restriction.
     """
     found = []
     name, encoding = schema.get("format"), schema.get("contentEncoding")
@@ -125,9 +127,10 @@ def _named(schema: Schema, beside_pattern: bool) -> list[str]:
 
 
 def without_counting(node: Node) -> tuple[Node, tuple[int, int | None]]:
-    """An expression whose lookaheads of the form `^(?=.{a,b}$)`, which count characters, are taken out as bounds.
+    """Return an expression without its lookaheads that count characters, `^(?=.{a,b}$)`, and the bounds these stand
+    for.
 
-    `(?=.{a,b}\\.?$)` is one too: a text of `a` to `b` characters holds it, whatever its last character is.
+    `(?=.{a,b}\\.?$)` is counted too: any text of `a` to `b` characters satisfies it, whatever its last character is.
     """
     kept: list[Node] = []
     bounds = []
@@ -142,7 +145,8 @@ def without_counting(node: Node) -> tuple[Node, tuple[int, int | None]]:
     rest = seq(*kept)
     found = plain(rest)
     if found is None or not includes([repeat(ANY)], found):
-        rest = seq(Look("?=", seq(repeat(ANY), END), negated=False), rest)  # `.` matches no end of a line
+        # the lookahead also required that the text has no line ends, which `.` does not match
+        rest = seq(Look("?=", seq(repeat(ANY), END), negated=False), rest)
     return rest, (max(low for low, _ in bounds), min(high for _, high in bounds))
 
 
@@ -157,8 +161,8 @@ def _counted(part: Node) -> tuple[int, int] | None:
 
 
 def with_lengths(node: Node, least: int, most: int | None) -> Node | None:
-    """The texts of a plain expression that have `least` to `most` characters, as an expression; None if that is not
-    an expression of the same form.
+    """Return a plain expression restricted to texts of `least` to `most` characters; None if changing the counts of its
+    only flexible repetition cannot express that.
     """
     low, high = lengths(node)
     if low >= least and (most is None or (high is not None and high <= most)):
@@ -182,7 +186,7 @@ def with_lengths(node: Node, least: int, most: int | None) -> Node | None:
 
 
 def at_most(node: Node, most: int) -> Node:
-    """Texts of a plain expression with at most `most` characters; not all of them: its repetitions share the room."""
+    """Return some of the texts with at most `most` characters: the expression's repetitions share that length."""
     low, high = lengths(node)
     if low > most:
         return NOTHING
@@ -196,7 +200,8 @@ def at_most(node: Node, most: int) -> Node:
             fixed = [0 if last is None else last - first for first, last in spans]
             endless = [last is None for _, last in spans].count(True)
             room = most - low
-            each = max(0, room - sum(fixed)) // max(1, endless)  # for a part without end, where the others fit
+            # length for each unbounded part, if all others have their full length
+            each = max(0, room - sum(fixed)) // max(1, endless)
             share = min(1.0, (room - each * endless) / max(1, sum(fixed)))
             rooms = [each if last is None else int((last - first) * share) for first, last in spans]
             shorter = [at_most(part, first + more) for part, (first, _), more in zip(parts, spans, rooms, strict=True)]
