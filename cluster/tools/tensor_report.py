@@ -159,7 +159,7 @@ def inspect(
     device: str = ASSUMED_DEVICE,
     cache: str = "auto",
 ) -> Report:
-    """Report how the target in `path`, with the draft in `draft`, would be served by `tp` ranks in `dp` attention groups,
+    """Report how the target in `path` and the draft in `draft` would be served by `tp` ranks in `dp` attention groups,
     with experts in `ep` parts. Numbers per rank are those of rank 0, but with the expert share of the fullest rank.
 
     `cache` is the setting `kv_cache_dtype`. If the target is recognised but cannot be served, only the draft is
