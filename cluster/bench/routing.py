@@ -142,7 +142,7 @@ class _Running:
     new: int = 0
 
     def accept_len(self, num_steps: int) -> int:
-        """Return the tokens that the next step commits, bonus included; the job's seed alone decides, not the policy."""
+        """Return the tokens that the next step commits, bonus included; the job's seed decides, whatever the policy."""
         depth = 0
         while depth < num_steps and self.levels.random() < self.job.odds:
             depth += 1

@@ -96,7 +96,7 @@ class Counter:
             self._read(self.fault.seconds)
 
     def settle(self) -> tuple[float | None, int]:
-        """Wait for the end of the fault; return the seconds from healthy to the last resumed stream, and their count."""
+        """Wait for the end of the fault; return the seconds from healthy to the last resumed stream, and the count."""
         self.fault.settle()
         if self.fault.seconds is None:
             return None, 0

@@ -35,7 +35,7 @@ QUICK = Size(
 
 @dataclass(slots=True)
 class FaultRound:
-    """The result of one fault. `unhealthy_s` and `healthy_s` count from the fault; `named` is what the server blamed."""
+    """The result of one fault. `unhealthy_s` and `healthy_s` count from the fault; `named` is whom the server blamed."""
 
     ingress: str
     what: str
