@@ -62,10 +62,8 @@ class MatrixNumbers:
     active: int = 0
 
     def touched(self, rows: int) -> float:
-        """Return how many different experts `rows` rows use on average, if all experts are equally likely.
-
-        experts * (1 - (1 - active / experts) ** rows): an expert is left out only if every row leaves it out.
-        """
+        """Return how many different experts `rows` rows use on average, if all experts are equally likely."""
+        # An expert is unused only if every row leaves it out: probability (1 - active / experts) ** rows.
         return self.experts * (1 - (1 - self.active / self.experts) ** rows) if self.experts else 0.0
 
 
@@ -116,9 +114,7 @@ def target_demand(models: ResolvedModels, rows: ForwardRows, itemsize: int) -> D
 
 
 def draft_demand(spec: DraftSpec, rows: ForwardRows, chosen: int, itemsize: int, fused: bool = False) -> Demand:
-    """Return the demand of one forward of a draft's runner. Its head runs on `chosen` rows; `fused`: the forward also
-    projects the target's aux hidden states by `fc`, as extend does.
-    """
+    """Return the demand of one forward of a draft's runner, with the head on `chosen` rows; `fused`: `fc` runs too."""
     whole = Demand(float(rows.count * spec.hidden * itemsize))
     for layer in spec.layers:
         whole += layer_demand(layer.geometry, rows, itemsize, layer.pair)

@@ -54,8 +54,7 @@ def undisturbed(server: ServerProcess, prompts: Sequence[Prompt], max_tokens: in
 class Fault:
     """One fault, such as "kill rank 0", caused while streams run. `open` is the number of streams open at that moment.
 
-    `unhealthy_s` and `healthy_s` are the seconds from the fault until /health failed, and until it was 200 again; None
-    if that was not seen.
+    `unhealthy_s` and `healthy_s`: seconds from the fault until /health failed and until it was 200 again, or None.
     """
 
     def __init__(self, server: ServerProcess, what: str, due: Callable[[list[ClientStream]], bool]) -> None:

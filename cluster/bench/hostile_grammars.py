@@ -113,9 +113,7 @@ HOSTILE = (
 
 
 def asking(number: int) -> dict[str, Any]:
-    """Return the fields of a request's body for hostile grammar `number`. Numbers from len(HOSTILE) on repeat the list
-    with small variations, so that no grammar is in the server's cache.
-    """
+    """Return the request fields of hostile grammar `number`; numbers beyond the list vary it, to evade caches."""
     turn, which = divmod(number, len(HOSTILE))
     grammar = HOSTILE[which]
     mark = f" {turn}" if turn else ""

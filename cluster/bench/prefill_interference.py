@@ -1,6 +1,4 @@
-"""Prefill interference: how much a long prompt slows decoding requests down, and its own time to first token, for each
-`prefill_share`.
-"""
+"""Prefill interference: how much a long prompt slows decoding down, and its time to first token, by `prefill_share`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -125,12 +123,10 @@ def alone_case(pair: Pair, size: Size, world: int) -> Case:
 
 
 def interference_case(pair: Pair, size: Size, world: int, share: float) -> Case:
-    """Return the case of the long prompt with decoding requests.
-
-    Two ranks: rank 0 decodes all the time and resubmits its requests when they end; rank 1 decodes, then takes the
-    prompt, then decodes again. One rank: the other requests are long enough to outlast the prompt, because new ones
-    would queue behind it. Their steps get longer as their contexts grow, so one more request follows the prompt, to
-    measure the busy latency at that length.
+    """Return the case of the long prompt with decoding requests. Two ranks: rank 0 decodes all the time and resubmits
+    its requests when they end; rank 1 decodes, takes the prompt, then decodes again. One rank: the other requests are
+    long enough to outlast the prompt, because new ones would queue behind it. Their steps get longer as contexts grow,
+    so one more request follows the prompt, to measure the busy latency at that length.
     """
     prompts = pair.prompts(2 * size.requests, OPENING_TOKENS)
     long = _long(pair, size, world)

@@ -237,9 +237,7 @@ def write_tensors(folder: Path, tensors: Named, dice: Dice, ids: Tensor | None =
 
 @contextmanager
 def sown(folder: Path, device: torch.device) -> Iterator[None]:
-    """Patch `Checkpoint.read` in this process: matrices of models in `folder` are generated on `device`, with the
-    numbers that `write_tensors` would have written.
-    """
+    """Patch `Checkpoint.read`: generate matrices of models in `folder` on `device`, as `write_tensors` writes them."""
     true, dice = Checkpoint.read, dict[str, Dice]()
 
     def read(self: Checkpoint, stored: str, index: Index = (), to: torch.device | None = None) -> Tensor:
@@ -261,9 +259,7 @@ def sown(folder: Path, device: torch.device) -> Iterator[None]:
 
 
 def scale_of(name: str, shape: tuple[int, ...]) -> float:
-    """Return the scale of a weight's numbers. It keeps the norm of rows, except that weights whose output joins the
-    residual stream are scaled down by `SMALL`.
-    """
+    """Return the scale of a weight's numbers: rows keep their size; outputs added to the residual stream are small."""
     if name.endswith(EMBEDDING):
         return 1.0
     joins = name.endswith(("o_proj.weight", "down_proj.weight"))

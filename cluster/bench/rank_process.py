@@ -48,9 +48,7 @@ def _live(rank: int, rendezvous: Rendezvous, case: Mapping[str, Any]) -> RankRun
 
 
 def _steps(engine: Engine, case: Mapping[str, Any]) -> RankRun:
-    """Submit the rank's requests and step until the gang leaves. The rank of request `until` asks the gang to leave
-    when that request ends; without `until`, every rank asks once it has no work.
-    """
+    """Submit the requests and step until the gang leaves: when request `until` ends, or when no rank has work left."""
     waiting = [
         job for job in (RankRequest(**fields) for fields in case["jobs"]) if job.dp_rank == engine.info().dp_rank
     ]

@@ -22,9 +22,7 @@ ABORT_S = (0.004, 0.029)  # a scrape is closed after a time in this range
 
 @dataclass(slots=True)
 class AnswerTally:
-    """Counts of answers by status, answers that are not JSON, requests without an answer (`unanswered`), and
-    connections that the client closed (`left`).
-    """
+    """Counts of answers by status, of answers that are not JSON, of requests without one, of connections we closed."""
 
     statuses: dict[int, int] = field(default_factory=dict)
     not_json: int = 0

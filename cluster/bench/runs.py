@@ -96,9 +96,8 @@ class Steady(NamedTuple):
 
 
 def steady_steps(engine: Engine, prompts: Texts, params: Sequence[RequestParams], batch: int) -> Steady:
-    """Run prompts in batches of `batch`; at batch 1, only the first half of them. Each batch runs twice: to the first
-    tokens, and to the end. The difference of the times is the time of decoding.
-    """
+    """Run prompts in batches of `batch` (at batch 1, only the first half of the prompts) and time their decoding."""
+    # Each batch runs twice, to the first tokens and to the end; the difference is the time of decoding.
     first, whole = EngineRun(), EngineRun()
     for start in range(0, len(prompts) if batch > 1 else len(prompts) // 2, batch):
         part = slice(start, start + batch)

@@ -1,8 +1,7 @@
 """A simulated device that takes a fixed time for each step, to measure the host's work of a rank alone.
 
-Like a GPU, it runs queued steps asynchronously; reading a step's results waits until the step's time is over. The
-host's inputs of a step are really assembled and sent. The tokens are meaningless, and every tree is accepted except for
-its last level.
+Like a GPU, it runs queued steps asynchronously; reading a step's results waits until the step's time is over. A step's
+inputs are really assembled and sent. Tokens are meaningless; every tree is accepted except for its last level.
 """
 
 import time
@@ -92,9 +91,7 @@ class NoScript:
 
 
 def simulate(rank: Rank, step_s: float, full: int, ahead: bool) -> SimulatedDevice:
-    """Make a rank run its steps on a simulated device, and return the device. `ahead`: the host runs one step ahead.
-    The rank's attention group must have no followers.
-    """
+    """Put a simulated device into a rank without followers, and return it; `ahead`: the host runs one step ahead."""
     lockstep: Any = rank._lockstep
     lockstep.exchange = NoScript()
     device = SimulatedDevice(lockstep.programs.assembler, step_s, full)

@@ -44,9 +44,7 @@ class Prompt:
 
 @dataclass(slots=True)
 class ClientStream:
-    """One stream while it is received. Its own thread writes it, other threads only read it. `heard` is called at every
-    event.
-    """
+    """One stream: its own thread writes it, other threads only read it. `heard` is called at every event."""
 
     prompt: Prompt
     text: str = ""

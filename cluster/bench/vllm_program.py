@@ -1,5 +1,4 @@
-"""A program that generates with vLLM on request. It runs in vLLM's own virtual environment, so it imports nothing of
-this package.
+"""Generate with vLLM on request. It runs in vLLM's own virtual environment, so it imports nothing of this package.
 
 Its argument is JSON: the arguments of `vllm.LLM`. Each input line has `prompts` (lists of token ids), `new_tokens` and
 `temperature`. Each output line has the seconds, the tokens, and the drafts and accepted draft tokens since the start.

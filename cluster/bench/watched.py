@@ -30,9 +30,7 @@ WIDTH = 4  # number of best tokens to record, for the top-4 figures
 
 @dataclass(frozen=True, slots=True)
 class Glance:
-    """The draft's distribution `[Vd]` in one context, and its `WIDTH` best target ids: with the target's Gumbel noise
-    (`coupled`), and by probability (`likely`).
-    """
+    """The draft's distribution `[Vd]` in a context, and its `WIDTH` best target ids, with noise and by probability."""
 
     probabilities: Tensor
     coupled: list[int]
@@ -41,9 +39,7 @@ class Glance:
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """One reached `depth` (from 1): the request's `seed`, the text `position`, the target's `token` and the draft's
-    `proposed` token there.
-    """
+    """One reached `depth` (from 1) of a request: its `seed`, the text position, the target's and the draft's token."""
 
     seed: int
     position: int

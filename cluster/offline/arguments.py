@@ -110,9 +110,7 @@ def conversations_of(given: Any) -> tuple[list[list[Any]], bool]:
 
 
 def params_for(given: Params | Sequence[Params], count: int, field: str) -> list[SamplingParams]:
-    """Return one `SamplingParams` per prompt. `given` is one for all prompts, or a list with one for each.
-
-    `count` is the number of prompts; `field` is the argument that holds them, for the error message.
+    """Return the parameters of each of `count` prompts in the argument `field`: `given` is one for all, or one each.
 
     Raises:
         ValueError: the list has another length than `count`, or an entry has an unknown field or a bad value.

@@ -1,7 +1,6 @@
 """`LLM`: offline inference in the caller's process, as in vLLM: `LLM("DIR", draft="DIR").generate([...])`.
 
-Each prompt is turned into the body of a REST request and parsed by the code of the REST routes, so the answer is the
-same as a server's.
+Each prompt becomes the body of a REST request, which the REST routes' code parses; so the answer equals a server's.
 """
 
 import logging

@@ -57,9 +57,8 @@ class CompletionOutput:
 class RequestOutput:
     """All answers to one prompt: `outputs` has `n` entries.
 
-    `prompt` is the prompt's text, or None if token ids or a conversation were given. The first entry of
-    `prompt_logprobs` is None: the first token has no context. `num_cached_tokens` is how many prompt tokens came from
-    the prefix cache.
+    `prompt` is the prompt's text, or None if token ids or a conversation were given. The first of `prompt_logprobs` is
+    None: the first token has no context. `num_cached_tokens` counts the prompt tokens read from the prefix cache.
     """
 
     prompt: str | None

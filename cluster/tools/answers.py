@@ -10,9 +10,7 @@ from cluster.tools.client import Client, NoAnswerError
 
 @dataclass(frozen=True, slots=True)
 class AnswerPart:
-    """The text and the token count that one step added to an answer. Text may come later than its tokens, because
-    `StoppedText` holds back incomplete characters and possible stop strings.
-    """
+    """The text and the token count that a step added to an answer. `StoppedText` may hold text back for later steps."""
 
     text: str
     tokens: int

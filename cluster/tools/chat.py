@@ -138,9 +138,7 @@ class PrintedAnswer:
 
 
 def _ask(question: str, talk: Conversation, answers: Answers, screen: Screen) -> bool:
-    """Print the answer to a question as it streams; return whether there was one. Only then are question and answer
-    added to the conversation. Ctrl-C after the first tokens keeps the partial answer.
-    """
+    """Print the answer as it streams; if there is one, add question and answer to the conversation and return True."""
     answer = PrintedAnswer()
     try:
         with closing(answers.answer(talk.body(question))) as runs:
@@ -149,7 +147,7 @@ def _ask(question: str, talk: Conversation, answers: Answers, screen: Screen) ->
                 answer.add(run)  # added before it is shown, because Ctrl-C may come between the two
                 screen.write(run.text, colour)
     except KeyboardInterrupt:
-        if not answer.runs:
+        if not answer.runs:  # otherwise the partial answer is kept
             screen.line("")
             return False
     except ValueError as error:

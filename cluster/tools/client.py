@@ -78,8 +78,7 @@ class Client:
         return found
 
     def events(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
-        """Yield the events of the stream that POST `path` answers. Closing the generator closes the connection, which
-        makes the server abort the request.
+        """Yield the events of the stream that POST `path` answers. Closing the generator aborts the request.
 
         Raises:
             NoAnswerError: the request fails, the stream ends early, or one of its events is an error.

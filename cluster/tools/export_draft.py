@@ -86,10 +86,7 @@ def _may_say(spec: DraftSpec, dialect: str, meaning: str, count: int, folder: st
 
 
 def idle_layer(tensors: dict[str, Tensor], index: int, meaning: str, hidden: int) -> dict[str, Tensor]:
-    """Return layer `index` as a layer that adds nothing: layer 0's weights with both output projections zero.
-
-    `meaning` says what later layers of the dialect take as input (see `DIALECTS`).
-    """
+    """Return a layer that adds nothing: layer 0 with both output projections zero. `meaning`: see `DIALECTS`."""
     made: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if not name.startswith("layers.0."):

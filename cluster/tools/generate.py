@@ -112,8 +112,7 @@ def _numbers(output: SequenceOutput, begun: bool) -> str:
 
 
 def _model_and_text(args: argparse.Namespace) -> tuple[str, str | None]:
-    """Return the target (a folder or a name on a hub) and the prompt's text, each from an argument or an option. The
-    text is None if --prompt-token-ids is given.
+    """Return the target (a folder or a name on a hub) and the prompt's text, None if --prompt-token-ids is given.
 
     Raises:
         ConfigError: the model or the prompt is missing or given twice.

@@ -96,9 +96,7 @@ def _report(args: argparse.Namespace, overrides: dict[str, Any] | None, device: 
 
 
 def _here(here: Report, report: Report) -> dict[str, Any]:
-    """Return the memory of `here`, the report for this machine, and its quantised weights and problems if they differ
-    from `report`.
-    """
+    """Return `here`'s memory, and its quantised weights and problems where they differ from `report`."""
     found = dict(here.memory)
     for name, one, two in (("target", here.target, report.target), ("draft", here.draft or {}, report.draft or {})):
         if one.get("quantised") != two.get("quantised"):

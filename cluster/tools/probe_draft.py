@@ -1,8 +1,7 @@
 """`aerie probe-draft`: find the reading of a draft with the highest accept length, if its tensors allow several.
 
-A reading is one choice of the facts that the tensors do not settle. Each value of each fact is tried on a few short
-prompts with fixed seeds, so all readings draft for the same text. A value that differs from the draft's config or
-format is recommended only if it is better by `MARGIN`.
+Each value of each fact that the tensors do not settle is tried on a few short prompts with fixed seeds, so all readings
+draft for the same text. A value other than that of the draft's config or format must be better by `MARGIN`.
 """
 
 import argparse

@@ -54,10 +54,9 @@ def sample_draft(
 
 
 def clearest(sample_draft: Callable[[tuple[int, ...]], EagleDraftInput], tokens: Sequence[int]) -> Sample:
-    """Return the draft's output after a prefix of `tokens` (more than half of them). The longest prefix whose next
-    token is more likely than `CLEAR` wins; without one, the prefix with the likeliest next token.
-
-    A token with more than half of the probability stays the likeliest under another machine's rounding.
+    """Return the draft's output after the longest prefix of `tokens` (more than half of them) whose next token is
+    clear, or else after the prefix whose next token is likeliest. A token is clear if its log-probability is above
+    `CLEAR`: it then stays the likeliest under another machine's rounding.
     """
     best: Sample | None = None
     for count in range(len(tokens), len(tokens) // 2, -1):

@@ -53,9 +53,7 @@ class Placed:
 
 
 class TensorRecorder(Checkpoint):
-    """A checkpoint without data that records every tensor the model takes. It continues after a problem, so that one
-    report lists all problems.
-    """
+    """A checkpoint without data that records every tensor taken, and continues after a problem to find all of them."""
 
     def __init__(self, folder: str, stored_name: Any, ignored: tuple[str, ...]) -> None:
         super().__init__(folder, stored_name, ignored, dry=True)
@@ -71,9 +69,7 @@ class TensorRecorder(Checkpoint):
         expert: int | None = None,
         device: torch.device | None = None,
     ) -> Matrix:
-        """Return the tensor without data. If it is missing or has a wrong shape, record the problem and return an empty
-        tensor of the right shape.
-        """
+        """Return the tensor without data; if it is missing or wrong, record that and return one of the right shape."""
         try:
             cut = super().matrix(name, shape, rows, columns, expert)
         except ConfigError as error:
@@ -97,9 +93,7 @@ class TensorRecorder(Checkpoint):
             self.placed[-1] = replace(self.placed[-1], numbers=0)
 
     def bytes_in(self, dtype: torch.dtype) -> int:
-        """Return the memory of the taken tensors: packed (quantised) ones at their stored size, the others in `dtype`.
-        `tally` counts the packed ones.
-        """
+        """Return the bytes of the taken tensors: packed ones (in `tally`) as they are, the others in `dtype`."""
         numbers = sum(placed.numbers for placed in self.placed) - self.tally.numbers
         return numbers * dtype.itemsize + self.tally.nbytes
 
@@ -162,8 +156,7 @@ def inspect(
     """Report how the target in `path` and the draft in `draft` would be served by `tp` ranks in `dp` attention groups,
     with experts in `ep` parts. Numbers per rank are those of rank 0, but with the expert share of the fullest rank.
 
-    `cache` is the setting `kv_cache_dtype`. If the target is recognised but cannot be served, only the draft is
-    reported.
+    `cache` is `kv_cache_dtype`. If the target is recognised but cannot be served, only the draft is reported.
 
     Raises:
         ConfigError: `dp` or `ep` does not divide `tp`.

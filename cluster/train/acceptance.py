@@ -15,9 +15,7 @@ from cluster.train.samples import continue_rows, features, gumbel
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Acceptance of chains of S tokens: accept_len includes the bonus token; by_depth[d] is the share of chains
-    accepted at depth d, among the chains that reached depth d.
-    """
+    """Acceptance of chains: accept_len counts the bonus token; by_depth has the share accepted of the chains there."""
 
     accept_len: float
     by_depth: tuple[float, ...]

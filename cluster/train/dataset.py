@@ -36,9 +36,7 @@ def chat_documents(tokenizer: PreTrainedTokenizerBase, count: int, seed: int = 0
 
 
 def encode_corpus(tokenizer: PreTrainedTokenizerBase, cache: Path, *, files: int | None = None) -> tuple[Ids, Ids]:
-    """Return (train ids, held-out ids), from the file `cache` if it exists. `files` limits the number of files of
-    each part; None reads all.
-    """
+    """Return (train ids, held-out ids), from the file `cache` if it exists. `files` limits the files of each part."""
     if cache.exists():
         with np.load(cache) as stored:
             return stored["train"], stored["heldout"]

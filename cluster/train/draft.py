@@ -39,9 +39,7 @@ class DraftRecipe:
 
 @dataclass(frozen=True)
 class DraftReport:
-    """The cost of training, the text coverage of the draft vocabulary, and the saved draft's acceptance on held-out
-    prompts, by temperature.
-    """
+    """The cost of training, the draft vocabulary's coverage of text, and acceptance by temperature, as saved."""
 
     steps: int
     tokens: int
@@ -60,9 +58,7 @@ def most_frequent(ids: torch.Tensor, vocab_size: int, count: int) -> tuple[torch
 
 @torch.no_grad()
 def start_from_target(draft: Eagle3TrainingDraft, target: LlamaForCausalLM) -> None:
-    """Initialise the draft near the target: its head's rows; its last layer, reading the hidden half of the input; and
-    `fc` close to a copy of the highest aux hidden state.
-    """
+    """Initialise near the target: its head rows, its last layer on the hidden half, `fc` near the highest aux state."""
     width = draft.shape.hidden_size  # the attention input is [embedding, hidden], each of this width
     last = target.model.layers[-1]
     attention = draft.midlayer.self_attn
@@ -122,9 +118,7 @@ def chain_loss(
 
 
 class DraftText:
-    """The batches of training: every fourth step reads real text; the others read the target's own samples, because
-    that is the text the draft will predict.
-    """
+    """Training batches: real text every fourth step, else the target's own samples, the text that it will draft for."""
 
     def __init__(self, samples: torch.Tensor, train: Ids, recipe: DraftRecipe) -> None:
         self.samples = samples
@@ -145,9 +139,7 @@ class DraftText:
 
 
 def sample_text(target: LlamaForCausalLM, train: Ids, recipe: DraftRecipe, cache: Path) -> torch.Tensor:
-    """Return the target's continuations of prompts from the training text, [samples, prompt_length + sample_length].
-    They are cached in the file `cache`.
-    """
+    """Return the target's continuations of train-text prompts [samples, prompt + sample length], cached in `cache`."""
     if cache.exists():
         stored: torch.Tensor = torch.load(cache, weights_only=True)
         return stored

@@ -57,8 +57,7 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor, cells: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         """Map x [B, T, width] of step i = len(cells) to [B, T, H]; append this step's keys and values to `cells`.
 
-        A query at cell t sees the cells 0..t of step 0 and, of every later step, only cell t: the KV it would have when
-        it drafts.
+        A query at cell t sees cells 0..t of step 0 and, of each later step, only cell t: the KV it has when drafting.
         """
         shape, step = self.shape, len(cells)
         rows, length = x.shape[:2]

@@ -43,9 +43,7 @@ class SharedHead(nn.Module):
 
 
 class MtpLayer(nn.Module):
-    """One MTP layer: two norms and a projection for [embedding, hidden], a decoder layer, and the norm before the
-    head.
-    """
+    """One MTP layer: norms and a projection of [embedding, hidden], a decoder layer, and the norm before the head."""
 
     def __init__(self, shape: DraftShape) -> None:
         super().__init__()
@@ -79,9 +77,7 @@ class MtpDraft(nn.Module):
     head: torch.Tensor
 
     def __init__(self, shape: MtpShape, target: LlamaForCausalLM) -> None:
-        """Initialise near the target: its last layer, its final norm, and a projection that mostly copies the hidden
-        state.
-        """
+        """Initialise near the target: its last layer and final norm; the projection mostly copies the hidden state."""
         super().__init__()
         self.shape = shape
         self.layers = nn.ModuleList(MtpLayer(shape.layer) for _ in range(shape.count))

@@ -27,8 +27,7 @@ def orthogonalize(gradient: torch.Tensor, iterations: int = 5) -> torch.Tensor:
 class Muon(torch.optim.Optimizer):
     """The Muon optimizer: Nesterov momentum with an orthogonalized update. Matrices of one shape form a batch.
 
-    torch.optim.Muon is not used: it computes in bfloat16, which takes 35 times as long on a CPU without bfloat16
-    instructions.
+    torch.optim.Muon computes in bfloat16, which takes 35 times as long on a CPU without bfloat16 instructions.
     """
 
     def __init__(

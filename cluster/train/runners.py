@@ -42,9 +42,7 @@ class MtpText:
 
 @torch.no_grad()
 def read_text(target: LlamaForCausalLM, train: Ids, recipe: DraftRecipe, work: Path) -> MtpText:
-    """Return the target's samples, a third as many rows of real text, and the target's hidden states on both. The
-    result is cached in `work`.
-    """
+    """Return the target's samples, a third as many real rows, and its hidden states on both; cached in `work`."""
     cache = work / "mtp-text.pt"
     if cache.exists():
         return MtpText(**torch.load(cache, weights_only=True))

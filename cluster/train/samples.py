@@ -124,9 +124,7 @@ def write_samples(
 def features(
     target: LlamaForCausalLM, ids: torch.Tensor, aux_layer_ids: tuple[int, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the target's aux hidden [B, T, A] (before any norm, low layers first) and logits [B, T, vocab] on ids
-    [B, T].
-    """
+    """Return aux hidden [B, T, A] (un-normed, low to high) and logits [B, T, vocab] of the target on ids [B, T]."""
     caught: dict[int, torch.Tensor] = {}
 
     def catcher(index: int):  # type: ignore[no-untyped-def]

@@ -1,8 +1,7 @@
 """`aerie bench acceptance`: how many draft tokens the target accepts, on text that neither was trained on.
 
-It measures accept length at T=0 and T=0.8. At T=1 it measures acceptance by depth of a chain, if the draft ranks with
-the target's Gumbel noise and if it ranks by probability alone, and compares with the bound of any coupling of target p
-and draft q: sum(min(p, q)).
+It measures accept length at T=0 and T=0.8, and acceptance by depth of a chain at T=1: ranked with the target's Gumbel
+noise, ranked by probability alone, and sum(min(p, q)), the bound of any coupling of target p and draft q.
 """
 
 from collections.abc import Sequence
@@ -151,9 +150,7 @@ def _watch(pair: Pair, prompts: Texts, new_tokens: int, alone: bool) -> tuple[En
 
 
 def accept_lengths(pair: Pair, size: Size, shapes: Sequence[TreeChoice], say: Say) -> tuple[list[dict[str, Any]], bool]:
-    """Measure accept length and acceptance by depth for each tree and temperature; return them, and whether all tokens
-    equal those of plain decoding.
-    """
+    """Return accept lengths (also by depth) per tree and temperature, and whether tokens equal plain decoding's."""
     figures, same, prompts = [], True, pair.prompts(size.prompts, size.prompt_tokens)
     engines = {shape: build_engine(pair.config(shape, size.prompts)) for shape in (PLAIN, *shapes)}
     for temperature in TEMPERATURES:

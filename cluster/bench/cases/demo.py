@@ -40,9 +40,7 @@ PROMPTS = (
 
 @dataclass(slots=True)
 class Side:
-    """The results of one server: rounds with all prompts at once, rounds with the first prompt alone, start time,
-    processes that had to be killed (`left`), and counters by rank.
-    """
+    """The results of one server: rounds of all prompts at once and of the first alone; `left` processes were killed."""
 
     startup_s: float = 0.0
     together: list[list[ClientStream]] = field(default_factory=list)

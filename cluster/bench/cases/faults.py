@@ -1,8 +1,7 @@
 """`aerie bench faults`: kill, freeze or slow down processes of a server with open streams; measure what clients see.
 
 It starts its own `aerie serve` on loopback, touches no other process, and ends by itself. At float64, every stream must
-have the tokens of an undisturbed run, because tokens depend only on prompt, settings and seed (law 1 of
-docs/architecture.md).
+have the tokens of an undisturbed run: tokens depend only on prompt, settings and seed (docs/architecture.md, law 1).
 """
 
 from collections.abc import Sequence
@@ -35,7 +34,7 @@ QUICK = Size(
 
 @dataclass(slots=True)
 class FaultRound:
-    """The result of one fault. `unhealthy_s` and `healthy_s` count from the fault; `named` is whom the server blamed."""
+    """The result of one fault; `unhealthy_s` and `healthy_s` count from it, and `named` is what the server blamed."""
 
     ingress: str
     what: str

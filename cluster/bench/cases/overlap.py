@@ -39,10 +39,9 @@ QUICK = Size(requests=8, new_tokens=60, repeats=1)
 
 @dataclass(frozen=True, slots=True)
 class OverlapFigures:
-    """Figures of one gang. `step_ms` is the time from one step to the next. `host_ms` is that time without the waits
-    for the device and for peers, of the rank with the most. `parts_ms` covers only schedule, agree (without peers),
-    assemble and commit, not metrics and the benchmark's loop. `gap_share` is the idle share of a device, of the rank
-    with the most.
+    """Figures of one gang. `step_ms` is the time from one step to the next, the mean over ranks; the others are the
+    maximum over ranks. `host_ms` is that time without the waits for the device and for peers. `parts_ms` is schedule,
+    agree (without peers), assemble and commit. `gap_share` is the share of the time in which the device is idle.
     """
 
     step_ms: float

@@ -52,9 +52,7 @@ GOALS = {  # speed over tuned vLLM, by tree, temperature and batch
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The size of a measurement, at each of `batches`. `shape`: a random model of that preset, with `layers` layers, in
-    place of folders.
-    """
+    """The size of a measurement. `shape`: measure a random model of that preset, with `layers` layers, not folders."""
 
     batches: tuple[int, ...] = (1, 8, 32)
     prompt_tokens: int = 60

@@ -106,9 +106,7 @@ def _operations(size: Size) -> list[tuple[str, float | None, Callable[[], float]
 
 
 def _family(pages: int) -> list[list[int]]:
-    """Return texts with about `pages` pages in total. Every ten texts share their first five pages; a hundred pages
-    are each text's own.
-    """
+    """Return texts of about `pages` pages in total: ten at a time share five pages, each has a hundred of its own."""
     prompts: list[list[int]] = []
     for number in range(max(1, pages // 100)):
         shared = [number // 10] * (5 * PAGE)

@@ -328,10 +328,8 @@ def goals(result: dict[str, Any]) -> list[Goal]:
 
 
 def _same_load(one: dict[str, Any], two: dict[str, Any]) -> bool:
-    """Return whether two figures have the same setting, batch and initial context; contexts grow during a measurement,
-    so mean contexts differ slightly.
-    """
-    near = abs(one["context"] - two["context"]) < 64
+    """Return whether two figures have the same setting, batch and initial context."""
+    near = abs(one["context"] - two["context"]) < 64  # contexts grow while steps are measured, so their means differ
     return near and all(one[key] == two[key] for key in ("setting", "batch"))
 
 

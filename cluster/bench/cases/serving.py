@@ -30,9 +30,7 @@ QUICK = Size(starts=1, rounds=1, new_tokens=32)
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """One start of the server: seconds to ready and to the first complete answer, memory before and after load (also
-    by process, in MiB), and the streams of each round.
-    """
+    """One start of the server: seconds to ready and to the first complete answer, memory, and streams by round."""
 
     ready_s: float
     answered_s: float
