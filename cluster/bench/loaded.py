@@ -51,7 +51,7 @@ class Loaded:
 
     @property
     def quantised(self) -> tuple[str, ...]:
-        """Descriptions of how quantised weights are held."""
+        """Descriptions of how quantised weights are stored in memory."""
         return self._prepared.models.quantised
 
     def engine(

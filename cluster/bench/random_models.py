@@ -1,7 +1,7 @@
 """Random-weight models with the shapes of real ones, and drafts for them, as folders that any command can load.
 
 If only this process loads them, they can be `sown`: the files have holes in place of matrices, which are generated on
-the device when they are read. That takes seconds, while writing and reading gigabytes would take minutes.
+the device when they are read. That takes seconds, because gigabytes need not be written and read.
 
 Such a target always chooses the token id after the last one: its head is its embedding shifted by one row, and the
 layers add little. So the correct tokens are known (`oracle_draft.Counting`), with margins larger than any rounding, and

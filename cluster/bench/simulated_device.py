@@ -61,7 +61,7 @@ class SimulatedOutput:
         self._device, self._over, self._counts, self._num_steps, self._steady = device, over, counts, num_steps, steady
 
     def read(self) -> StepDecisions:
-        """Wait until the step's time is over, and return its made-up decisions."""
+        """Wait until the step's time is over, and return its simulated decisions."""
         left = self._over - time.perf_counter()
         if left > 0:
             time.sleep(left)

@@ -184,7 +184,7 @@ class LLM:
 
         Raises:
             ValueError: the prompt or a parameter cannot be served.
-            RuntimeError: a temporary failure (status 500 or above), such as a grammar that cannot be compiled now.
+            RuntimeError: the request failed with a status of 500 or above: its grammar cannot be compiled now.
         """
         try:
             with place.origins.named():

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the report; return 1 if the model cannot be served, else 0.
 
     Raises:
-        ConfigError: a flag of the draft is given without --draft.
+        ConfigError: an override is wrong, or a flag of the draft is given without --draft.
     """
     overrides = overrides_of(args.draft_override)
     if args.draft is None and (overrides or args.token_map):

@@ -1,7 +1,8 @@
 """`aerie probe-draft`: find the reading of a draft with the highest accept length, if its tensors allow several.
 
 Each value of each fact that the tensors do not settle is tried on a few short prompts with fixed seeds, so all readings
-draft for the same text. A value other than that of the draft's config or format must be better by `MARGIN`.
+draft for the same text. A value other than that of the draft's config or format is recommended only if it is better by
+`MARGIN`.
 """
 
 import argparse

@@ -98,8 +98,8 @@ def chain_loss(
     """Return the weighted mean of the losses of a chain's steps. `drafted` has one tensor of logits [B, T, V] per step;
     `teacher` is [B, L, V]; `usable` [B, L] selects the positions that count.
 
-    Step i at cell t is compared with the teacher at position t + 1 + i. With teacher p, draft q, overlap = sum min(p,
-    q) and w = exp(-sharpness * overlap), a position's loss is w * CE(p, q) + (1 - w) * (1 - overlap).
+    Step i at cell t is compared with the teacher at position t + 1 + i. p is the teacher's distribution, q the draft's.
+    Loss of a position: w CE(p, q) + (1 - w) (1 - overlap); overlap = sum(min(p, q)), w = exp(-sharpness overlap).
     """
     length = drafted[0].shape[1]
     total = teacher.new_zeros(())

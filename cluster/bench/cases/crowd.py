@@ -58,7 +58,7 @@ def measure(size: Size, say: Say) -> dict[str, Any]:
     rounds: list[KillRound] = []
 
     def due(streams: list[ClientStream]) -> bool:
-        """Return whether enough streams decode and the replica has counted all other open requests."""
+        """Return whether enough streams decode and the replica has received all unfinished requests."""
         decoding = sum(len(s.token_ids) >= OPEN_TOKENS for s in streams) >= size.streams
         return decoding and counted(server.port, OPEN) >= sum(s.ended is None for s in streams)
 

@@ -34,7 +34,7 @@ QUICK = Size(
 
 @dataclass(slots=True)
 class FaultRound:
-    """The result of one fault; `unhealthy_s` and `healthy_s` count from it, and `named` is what the server blamed."""
+    """The result of one fault. `unhealthy_s` and `healthy_s` count from the fault; `named` is the blamed rank."""
 
     ingress: str
     what: str

@@ -106,7 +106,7 @@ def repeated(run: Callable[[], object], calls: int) -> None:
 
 
 def works(size: Size, kernels: Kernels, dtype: torch.dtype) -> Iterator[KernelCase]:
-    """Yield a case for each kernel of a layer. All `kernels` get the same random rows and weights."""
+    """Yield a case for each kernel of a layer. Every implementation gets the same random rows and weights."""
     g, each = size.layer, dtype.itemsize
     dice = torch.Generator().manual_seed(0)
 

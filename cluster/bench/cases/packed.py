@@ -1,7 +1,7 @@
 """`aerie bench packed`: matrix products with weights that stay quantised, against dequantised weights, in one run.
 
-The matrix fits no cache, so products with few rows are bound by memory. Every format takes turns with the dequantised
-matrix."""
+The matrix fits no cache, so few rows are bound by memory. Every format takes turns with the dequantised matrix.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -125,7 +125,7 @@ class Peer:
         return EngineRun(answer["tokens"], answer["seconds"], steps=steps - before[0], accepted=accepted - before[1])
 
     def _stand(self) -> None:
-        """Stop vLLM's processes by SIGSTOP: between turns their threads would poll, on cores the others need."""
+        """Stop vLLM's processes by SIGSTOP: between its turns they would poll, on cores that other contenders need."""
         os.killpg(self._process.pid, signal.SIGSTOP)
 
     def _go(self) -> None:
