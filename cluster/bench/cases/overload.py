@@ -68,7 +68,7 @@ def _one(reply: Reply, began: float) -> One:
 
 
 def _body(model: str, number: int, max_tokens: int) -> dict[str, Any]:
-    """Return a request whose prompt is in no cache. Prompts and outputs have the same lengths in all phases."""
+    """Return a request whose prompt begins with `number`. Prompts and outputs have the same lengths in all phases."""
     prompt = f"{number:07}: once upon a time there was a fox that"
     return {"model": model, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
 
