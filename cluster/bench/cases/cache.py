@@ -1,6 +1,6 @@
-"""`aerie bench cache`: attention over a KV cache in FP8 against one in the dtype of the model, in turns in one run.
+"""`aerie bench cache`: attention over a KV cache in FP8 against a cache in the model's dtype, in turns in one run.
 
-What is compared is one layer: storing the new cells, and attention over a prefix of so many tokens for each request.
+It compares one layer: storing the new cells, and attention over a prefix of a given length for each request.
 """
 
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from cluster.kernels.select import choose_kernels
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The layer that is measured, how long prefixes are, and how often each cache has its turn."""
+    """The measured layer, the lengths of prefixes, the model's dtypes, and the turns of each cache."""
 
     layer: LayerGeometry = kernels.LAYER
     prefixes: tuple[int, ...] = (512, 4096)
@@ -30,7 +30,7 @@ QUICK = Size(kernels.QUICK.layer, (128,), repeats=2)
 
 @torch.inference_mode()
 def measure(size: Size, say: Say = print) -> dict[str, Any]:
-    """Microseconds of each, and bytes of a token in one layer, JSON-ready."""
+    """Return the microseconds of each contender, and the bytes of a token in one layer, JSON-ready."""
     figures = []
     for dtype in size.dtypes:
         serving, name = choose_kernels("auto", torch.device("cpu"), dtype), str(dtype).removeprefix("torch.")
@@ -59,7 +59,7 @@ def measure(size: Size, say: Say = print) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> str:
-    """The figures as a table."""
+    """Return the figures as a table."""
     headers = (
         "dtype",
         "prefix",

@@ -1,8 +1,8 @@
-"""`aerie bench kernels`: each kernel that serves on this CPU against its twin in torch, and against what the machine
-can do at best, in turns in one run.
+"""`aerie bench kernels`: each kernel that serves on this CPU against its reference implementation in torch, and against
+the machine's ceilings, in turns in one run.
 
-Possible is the longer of two times: that of reading what has to be read once, and that of the operations, at the
-machine's rates, which are measured in the same run. What fits a cache can be read faster than that.
+The possible time is the longer of two: the time to read each input once, and the time of the operations, at the
+machine's rates measured in the same run. Data that fits a cache can be read faster.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,12 +28,12 @@ from cluster.kv.page_table import PageTable
 
 CPU = torch.device("cpu")
 PAGE = 16
-LAYER = LayerGeometry(2048, 32, 8, 64, 8192, 1e-5)  # one of a model of a billion parameters
+LAYER = LayerGeometry(2048, 32, 8, 64, 8192, 1e-5)  # a layer of a model with a billion parameters
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The layer that is measured, how long prefixes are, and how often each kernel has its turn."""
+    """The measured layer, the length of prefixes, the numbers of rows, the dtypes, and the turns of each kernel."""
 
     layer: LayerGeometry = LAYER
     prefix: int = 2048
@@ -46,7 +46,7 @@ QUICK = Size(LayerGeometry(256, 4, 2, 64, 512, 1e-5), prefix=128, rows=(1, 8), r
 
 
 class KernelCase(NamedTuple):
-    """One kernel on some rows, by given kernels; what it has to read, and the operations that it takes."""
+    """One call of a kernel on some rows, the bytes that it must read, and its floating-point operations."""
 
     kernel: str
     rows: str
@@ -57,7 +57,7 @@ class KernelCase(NamedTuple):
 
 @torch.inference_mode()
 def measure(size: Size, say: Say = print) -> dict[str, Any]:
-    """Every kernel against its twin: seconds, and which share of what is possible."""
+    """Measure every kernel and its reference implementation; return times, and shares of the possible time."""
     best, figures = ceilings(), []
     say(f"kernels: {best.bytes / 1e9:.1f} GB/s read, {best.flops / 1e9:.0f} GFLOP/s")
     for dtype in size.dtypes:
@@ -88,7 +88,7 @@ def measure(size: Size, say: Say = print) -> dict[str, Any]:
 
 
 def turns(own: KernelCase, twin: KernelCase, repeats: int) -> tuple[float, float]:
-    """Seconds of one call of each, the medians over turns of some milliseconds."""
+    """Return the seconds of one call of each: medians over alternating turns of some milliseconds."""
     own.run(), twin.run()
     calls = max(1, min(200, int(0.005 / max(1e-6, timed(own.run), timed(twin.run)))))
     seconds: tuple[list[float], list[float]] = ([], [])
@@ -100,13 +100,13 @@ def turns(own: KernelCase, twin: KernelCase, repeats: int) -> tuple[float, float
 
 
 def repeated(run: Callable[[], object], calls: int) -> None:
-    """Call it so often."""
+    """Call `run` `calls` times."""
     for _ in range(calls):
         run()
 
 
 def works(size: Size, kernels: Kernels, dtype: torch.dtype) -> Iterator[KernelCase]:
-    """The kernels of a layer, in turn; the same rows for the same seed."""
+    """Yield a case for each kernel of a layer. Every implementation gets the same random rows and weights."""
     g, each = size.layer, dtype.itemsize
     dice = torch.Generator().manual_seed(0)
 
@@ -147,8 +147,8 @@ def _row_works(
 
 
 def attention_works(size: Size, kernels: Kernels, dtype: torch.dtype, fp8: bool = False) -> Iterator[KernelCase]:
-    """Decoding, a chain, a tree, and a chunk of a prompt, all behind prefixes of the same length, over a cache in
-    `dtype` or in FP8.
+    """Yield attention cases: decoding, a chain, a tree and a prompt chunk, with prefixes of the same length, over a
+    cache in `dtype` or in FP8.
     """
     g, prefix, dice = size.layer, size.prefix, torch.Generator().manual_seed(3)
     for name, requests, rows in (
@@ -161,7 +161,7 @@ def attention_works(size: Size, kernels: Kernels, dtype: torch.dtype, fp8: bool 
         table = PageTable(requests, prefix + rows, PAGE, CPU)
         pages = table.device_pages.shape[1]
         order = torch.randperm(requests * pages, generator=torch.Generator().manual_seed(1)).to(torch.int32)
-        table.device_pages[:requests] = order.view(requests, pages) + 1
+        table.device_pages[:requests] = order.view(requests, pages) + 1  # scattered pages; no request gets page 0
         slots = (requests * pages + 1) * PAGE
         pool, attention = bind_attention([g], slots, dtype, Gather(table, rows), kernels, fp8)
         held = torch.randn(slots, *g.cell, generator=torch.Generator().manual_seed(2)).to(dtype)
@@ -192,7 +192,7 @@ def attention_works(size: Size, kernels: Kernels, dtype: torch.dtype, fp8: bool 
 
 
 def show(result: dict[str, Any]) -> str:
-    """The figures as a table."""
+    """Return the figures as a table."""
     rows = [
         {
             "kernel": one["kernel"],

@@ -1,12 +1,12 @@
-"""`aerie bench roofline`: what each phase of a step takes, against the least that this machine could take for it.
+"""`aerie bench roofline`: the time of each phase of a step, against the least possible time on this machine.
 
-The least is the longer of two times: that of reading what a phase has to read, and that of its operations, at the
-rates that this machine shows in the same run (`demand`, `ceilings`). Steps are measured as they are, phase by phase,
-and as captured programs, which are one phase each. Any folder, or a made-up model of a real one's shape; with its
-draft's own accept length or any other. Without the command line: `measure(Pair(target, draft), Size(..))`.
+The least time is the longer of two: the time to read the phase's data, and the time of its operations, at the rates
+measured in the same run (`demand`, `ceilings`). Steps are measured eagerly, phase by phase, and as captured programs,
+which are one phase each. The model is any folder, or a random model of a real one's shape, with its draft's own accept
+length or a synthetic one. Without the command line: `measure(Pair(target, draft), Size(..))`.
 
-A made-up model's weights are made on the device. Its contexts may be so too (`held`): then prompts are found in the
-prefix cache, whose cells are random numbers, and only their last tokens are computed.
+A random model's weights are generated on the device. With `held`, so are its contexts: prompts are found in the prefix
+cache, whose cells are random numbers, and only their last tokens are computed.
 """
 
 import gc
@@ -35,21 +35,21 @@ from cluster.request import Request
 from cluster.spec.draft import Draft
 
 CHUNK = 2048  # prompt rows of a step before the steady ones
-SAMPLE_TOKENS = 256  # context that a draft's own sample may need
-HELD = 64  # more tokens than are computed of a prompt whose full pages are held
-GOAL_BATCH, GOAL_CONTEXT = 8, 256  # goals are for batches from the one on, and shares for contexts up to the other
-GOAL_LINE, GOAL_TREE = 0.70, 0.65  # shares of the possible: plain decoding and chains; trees
-EQUAL = 0.98  # captured steps over launched ones, as times as fast: less is slower by more than noise
+SAMPLE_TOKENS = 256  # context length that checking a draft's sample may need
+HELD = 64  # upper bound of the tokens to compute of a prompt whose full pages are in the prefix cache
+GOAL_BATCH, GOAL_CONTEXT = 8, 256  # goals hold from this batch on; goals of shares only up to this context
+GOAL_LINE, GOAL_TREE = 0.70, 0.65  # share of the possible speed: for plain decoding and chains, and for trees
+EQUAL = 0.98  # least speed of captured steps over eager ones; a lower ratio is more than noise
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Trees, `batches` of requests at once and their `contexts`, and how many steady `steps` of each are measured.
+    """Trees, batch sizes, context lengths, and the number of steady `steps` to measure of each.
 
-    `accept_length`: what a step is to accept, as far as its tree is deep; None: what the draft gets by itself.
-    `shape`: a preset of `made_up` in place of folders, with so many `layers`; None: all that fit. `captured`: whether
-    steps are captured, each in turn. `held`: contexts of a shape are not computed but random. `padded`: captured steps
-    are padded to the batches, of which programs are made at start.
+    `accept_length`: the synthetic accept length, limited by the depth of a tree; None: the draft's own. `shape`: a
+    preset of `random_models` in place of folders, with `layers` layers (None: all that fit). `captured`: the capture
+    settings to measure in turn. `held`: contexts of a `shape` are random, not computed. `padded`: captured steps are
+    padded to `batches`, for which programs are captured at start.
     """
 
     trees: tuple[TreeChoice, ...] = (PLAIN, TreeChoice(3), TreeChoice(5, 8, 32))
@@ -69,7 +69,7 @@ QUICK = Size(batches=(1, 8), contexts=(64,), steps=6)
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is measured: folders, and if they are made up, of which shape and with how many layers."""
+    """The measured folders, and for a random model its shape, and its number of layers out of `full`."""
 
     pair: Pair
     shape: str | None = None
@@ -78,7 +78,7 @@ class Subject:
 
 
 class Measured(NamedTuple):
-    """Steady steps of one tree at one batch, and the models that made them."""
+    """Steady steps of one tree at one batch size, and the resolved models that ran them."""
 
     tree: TreeChoice
     batch: int
@@ -88,14 +88,14 @@ class Measured(NamedTuple):
 
 
 Note = Callable[[dict[str, Any]], None]
-"""Who is told of every figure as soon as it is there; its shares are of the rates that were measured first."""
+"""A callback for every figure as soon as it is measured; its share uses the rates measured at the start."""
 
 
 def measure(pair: Pair, size: Size, say: Say = print, note: Note | None = None) -> dict[str, Any]:
-    """Measure everything; JSON-ready.
+    """Measure all trees, batches and contexts; return the figures, JSON-ready.
 
     Raises:
-        ConfigError: a shape that is not known, or an accept length that a tree cannot have.
+        ConfigError: the shape is unknown, no tree can have the accept length, or `layers` or `held` lack a shape.
     """
     trees = size.trees if pair.draft or size.shape else (PLAIN,)
     deepest = max(tree.num_steps for tree in trees)
@@ -127,7 +127,7 @@ def _measured(subject: Subject, size: Size, say: Say, note: Note | None) -> dict
                 if note is not None:
                     for row in rows_of(each, loaded.dtype.itemsize, first):
                         note(row)
-            gc.collect()  # or the next engine's KV cache would have to fit beside this one's
+            gc.collect()  # otherwise this engine's KV cache would still use memory when the next one is allocated
     best = first.best(ceilings(device=loaded.device, dtype=loaded.dtype))
     figures = [row for each in measured for row in rows_of(each, loaded.dtype.itemsize, best)]
     return {
@@ -157,11 +157,11 @@ def _of_engine(
     size: Size,
     skipped: dict[str, str],
 ) -> Iterator[Measured]:
-    """The steady steps of one engine, whose tree and whether it captures steps is `what`. If a step is not captured as
-    asked, the reason goes to `skipped`.
+    """Yield the steady steps of one engine at every context and batch. `what` is its tree and whether it captures
+    steps. If steps cannot be captured, the reason goes to `skipped`.
 
     Raises:
-        ConfigError, NotSteadyError: an engine that captures nothing cannot be had, or gave too few steps.
+        ConfigError, NotSteadyError: an engine without capture cannot be built, or gave too few steps.
     """
     tree, captured = what
     held = [request.prompt_token_ids for each in asked.values() for request in each] if size.held else []
@@ -186,7 +186,7 @@ def _of_engine(
 
 @contextmanager
 def subject_of(pair: Pair, size: Size, say: Say) -> Iterator[Subject]:
-    """The folders to measure; those of a made-up shape are gone afterwards."""
+    """Yield the folders to measure; the folders of a random model are deleted afterwards."""
     if size.shape is None:
         yield Subject(pair)
         return
@@ -197,14 +197,14 @@ def subject_of(pair: Pair, size: Size, say: Say) -> Iterator[Subject]:
 
 
 def most_new(size: Size) -> int:
-    """Tokens that a request may generate: also while the others' prompts are run."""
+    """Return how many tokens a request may generate, those during the other requests' prefill included."""
     computed = HELD if size.held else max(size.contexts)
     prompts = -(-max(size.batches) * computed // CHUNK) + 1
     return (prompts + WARM + size.steps + 2) * (max(tree.num_steps for tree in size.trees) + 1)
 
 
 def config_of(pair: Pair, tree: TreeChoice, size: Size, captured: bool = False) -> EngineConfig:
-    """An engine's config with room for the largest load."""
+    """Return an engine's config with a KV capacity for the largest batch and context."""
     requests = max(size.batches)
     length = max(max(size.contexts) + most_new(size), SAMPLE_TOKENS) + 16
     room = requests * (length + 2 * tree.nodes + 2 * (tree.num_steps + 1) * tree.topk + 32)
@@ -224,7 +224,7 @@ def config_of(pair: Pair, tree: TreeChoice, size: Size, captured: bool = False) 
 
 
 def rows_of(measured: Measured, itemsize: int, best: Ceilings) -> Iterator[dict[str, Any]]:
-    """The figures of each phase, of all of them together, and of the step by the host's clock."""
+    """Yield the figures of each phase, of all phases together, and of the step by the host's clock."""
     tree, batch, captured, steps, models = measured
     context = mean(steps.contexts)
     demand = step_demand(models, batch, context, itemsize)
@@ -256,8 +256,8 @@ def _figure(forwards: list[Demand], seconds: float, best: Ceilings) -> dict[str,
 
 
 def _asked(subject: Subject, loaded: Loaded, size: Size) -> dict[int, list[Request]]:
-    """The requests of each context, as many as the largest batch; each has a seed of its own, from 0 on. Texts are of
-    the folder's own kind where it can read them, else numbers.
+    """Return the requests of each context, as many as the largest batch, with distinct seeds from 0 on. Prompts are
+    held-out text if the folder has a tokenizer, else random ids.
     """
     count, new = max(size.batches), most_new(size)
     readable = subject.shape is None and (Path(subject.pair.target) / "tokenizer.json").is_file()
@@ -276,7 +276,7 @@ def _asked(subject: Subject, loaded: Loaded, size: Size) -> dict[int, list[Reque
 
 
 def _truth(subject: Subject, loaded: Loaded, asked: dict[int, list[Request]], size: Size) -> Truth:
-    """What is right after these prompts: known of a made-up target, written by plain decoding for any other."""
+    """Return the correct continuations: known for a random target, generated by plain decoding for any other."""
     if subject.shape is not None:
         return Counting(loaded.vocab_size)
     engine, _ = loaded.engine(config_of(subject.pair, PLAIN, size))
@@ -293,7 +293,7 @@ def _truth(subject: Subject, loaded: Loaded, asked: dict[int, list[Request]], si
 
 
 def _wrap(truth: Truth | None, size: Size, loaded: Loaded) -> Wrap | None:
-    """What tells a draft the truth; None where nobody is to be told."""
+    """Return the wrapper that puts an oracle draft in place of a draft, or None if the draft's own tokens count."""
     if truth is None or size.accept_length is None:
         return None
     wanted, known = size.accept_length, truth
@@ -310,8 +310,8 @@ def _device_name(device: torch.device) -> str:
 
 
 def goals(result: dict[str, Any]) -> list[Goal]:
-    """The goals of the demo pair on a CPU, at batches from `GOAL_BATCH` on: the share of the possible that captured
-    steps reach behind short contexts, and how many times as fast as launched steps they are at every context.
+    """Return the demo pair's goals on a CPU, for batches from `GOAL_BATCH` on: the share of the possible speed that
+    captured steps reach at short contexts, and their speed over eager steps at every context.
     """
     steps = [one for one in result["figures"] if one["phase"] == "step" and one["batch"] >= GOAL_BATCH]
     if result["device"] != "cpu":
@@ -328,13 +328,13 @@ def goals(result: dict[str, Any]) -> list[Goal]:
 
 
 def _same_load(one: dict[str, Any], two: dict[str, Any]) -> bool:
-    """Whether two figures are of the same setting, batch and asked context; contexts grow while steps are measured."""
-    near = abs(one["context"] - two["context"]) < 64
+    """Return whether two figures have the same setting, batch and initial context."""
+    near = abs(one["context"] - two["context"]) < 64  # contexts grow while steps are measured, so their means differ
     return near and all(one[key] == two[key] for key in ("setting", "batch"))
 
 
 def show(result: dict[str, Any]) -> str:
-    """The figures as a table."""
+    """Return the figures as a table."""
     rows = [
         {
             "setting": one["setting"] + (", captured" if one["captured"] else ""),
