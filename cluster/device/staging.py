@@ -42,8 +42,8 @@ def padded(length: int, each: int) -> int:
 
 
 class Staging:
-    """Gathers named lists of 64-bit integers, and sends them to the device as one tensor. On a GPU each list begins at a
-    multiple of 16 bytes, because Triton compiles a separate kernel for pointers that are not so aligned.
+    """Gathers named lists of 64-bit integers and sends them to the device as one tensor. On a GPU each list begins at a
+    multiple of 16 bytes: Triton would compile a second kernel for pointers without this alignment.
     """
 
     def __init__(self, device: torch.device, each: int | None = None) -> None:

@@ -51,8 +51,8 @@ class HostTimer:
 
 
 class EventTimer:
-    """The timer of a GPU: moments are CUDA events on the current stream. During a graph capture nothing runs, so a moment
-    is None there; it counts as reached, and a span that begins or ends with it as 0 seconds.
+    """The timer of a GPU: moments are CUDA events on the current stream. During a graph capture nothing runs, and a
+    moment is None: it counts as reached, and a span that begins or ends with it as 0 seconds.
     """
 
     def __init__(self, device: torch.device) -> None:
