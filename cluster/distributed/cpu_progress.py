@@ -99,7 +99,7 @@ class Pulse:
         self._moved = self._marked = time.monotonic()
 
     def look(self, marks: object, waits: bool = False) -> None:
-        """Compare `marks` and the CPU time with the last progress. If the rank `waits` for peers, CPU time is ignored."""
+        """Note progress since the last call, if any. CPU time does not count if the rank `waits` for its peers."""
         now, cpu_s = time.monotonic(), self._effort.seconds()
         self._cpu_s = min(self._cpu_s, cpu_s)  # the sum shrinks when a thread ends
         if marks != self._marks:

@@ -16,7 +16,7 @@ ALARM = "alarm"  # the store's key that is set when any rank leaves with a reaso
 
 
 class GangError(RuntimeError):
-    """The gang cannot go on. `rank` is the rank at fault, None if unknown; `step` and `phase` are where it was noticed."""
+    """The gang cannot go on. `rank` is the rank at fault, None if unknown; `step` and `phase`: where it was noticed."""
 
     def __init__(self, message: str, rank: int | None, step: int, phase: str) -> None:
         super().__init__(message)

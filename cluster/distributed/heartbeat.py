@@ -1,8 +1,9 @@
 """Heartbeats between the ranks of a gang on GPUs.
 
 On a CPU a peer that dies closes its connections, and ranks that wait for it in a collective get an error. A GPU in a
-collective waits forever without an error. So every rank runs two threads: one writes its heartbeat into the gang's store
-and reads those of its peers; the other watches a connection to the rank before it, which ends when that process dies.
+collective waits forever without an error. So every rank runs two threads. One writes the rank's heartbeat into the
+gang's store and reads those of its peers. The other watches a connection to the rank before it, which ends when that
+process dies.
 """
 
 import json

@@ -93,9 +93,7 @@ class Axis:
         return came
 
     def all_reduce(self, rows: Tensor) -> Tensor:
-        """All-reduce: partial sums of the same rows -> their sum, with the same bits on every rank. With NCCL `rows` may
-        be overwritten.
-        """
+        """All-reduce: partial sums of the same rows -> their sum, same bits on every rank; NCCL sums in place."""
         if self.size == 1:
             return rows
         if not self.direct:

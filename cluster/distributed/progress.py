@@ -62,7 +62,7 @@ class ProgressClock:
             self._noted(self.device.now(), self.device)
 
     def look(self) -> int:
-        """Count the moments that the device has reached by now; return `passed`. For the thread that queues its work."""
+        """Count the moments that the device has reached; return `passed`. Only for the thread that queues its work."""
         while self._ahead and self.device.reached(self._ahead[0]):
             self._ahead.popleft()
             self.passed += 1
