@@ -178,8 +178,7 @@ class Mesh:
         self.heartbeat_monitor.start()
 
     def explain(self, cause: str) -> PeerLostError:
-        """Return the error to raise for `cause`, an error that the loss of a peer has caused; see `ExitReasons.explain`.
-        """
+        """Return the error to raise for `cause`, which the loss of a peer has caused; see `ExitReasons.explain`."""
         assert self._exit_reasons is not None, "a rank alone has no peers"
         return self._exit_reasons.explain(
             cause, *self.position, None if self.heartbeat_monitor is None else self.heartbeat_monitor.fresh
@@ -219,8 +218,8 @@ class Mesh:
             self._exit_reasons.say(exit_reason)
 
     def close(self, reason: str = "", drop: Callable[[], object] = lambda: None) -> None:
-        """Leave the gang: peers that wait for this rank get an error at once, and can read `reason`. `drop` releases the
-        graphs that hold collectives.
+        """Leave the gang: peers that wait for this rank get an error at once, and can read `reason`. `drop` releases
+        the graphs that hold collectives.
         """
         if self._closed:
             return
