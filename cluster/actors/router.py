@@ -93,8 +93,8 @@ class Router:
     def start(self) -> None:
         """Begin to read the leaders' streams and to watch the gang; call this on the replica's event loop.
 
-        No actor call may be made from a request's own task: when the client leaves, Serve cancels all calls of the task,
-        and a call with commands also carries those of other requests.
+        No actor call may be made from a request's own task: when the client leaves, Serve cancels all calls of that
+        task, and a call with commands also carries those of other requests.
         """
         self.on_up()
         self._watch = asyncio.create_task(self._gang.watch(self), name="gang-watch")
@@ -112,8 +112,7 @@ class Router:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def on_up(self) -> None:
-        """The gang serves, in its first incarnation or a later one: submit the open streams, in the order of `Recovery`.
-        """
+        """The gang serves, in its first or a later incarnation: submit the open streams that `Recovery` releases."""
         life = self._gang.life
         assert life is not None
         self._life = life
@@ -281,7 +280,7 @@ class Router:
                 self._submit(following)
 
     def _task(self, life: Incarnation, rank: int, name: str, work: Work) -> asyncio.Task[None]:
-        """Start a task that sends to or reads from a leader. If it fails, the incarnation is over: nothing replaces it."""
+        """Start a task that sends to a leader or reads from it. If the task fails, the incarnation is over."""
 
         async def watched() -> None:
             try:
