@@ -36,7 +36,7 @@ ALONE = RankChoice()  # the choice in a gang of one rank without cached prefixes
 
 
 class Admission:
-    """Admits or refuses requests of one gang, and tracks the open ones. Waiting: has no token yet. Running: has one."""
+    """Admits or refuses the requests of one gang, and tracks them. Waiting: no token yet. Running: at least one."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from cluster.actors.messages import Blame, Failure, Heartbeat, LossKind
 SILENT_FOR_GOOD = 2.0  # a rank that has not answered for this long is given up
 STUCK_FOR_GOOD = 3.0  # a rank that answers but has made no progress for this long is given up
 ENDLESS = 100.0  # a rank that computes for this long without reaching another part of the step is in an endless loop
-SUSPICIOUS = 0.5  # of a stall, a rank that has been silent for this long is blamed rather than one that answers
+SUSPICIOUS = 0.5  # a stall is blamed on a rank that has been silent for this long, before one that answers
 
 
 @dataclass(frozen=True, slots=True)

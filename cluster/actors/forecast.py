@@ -155,7 +155,7 @@ class RankForecast:
             return None
         behind = self.rows - self.first.rows + prompt.rows
         seconds = max(1.0, behind / rows) * step
-        # Requests need to decode for half of that time only: it is a guess, and a false refusal is the worse error.
+        # Half of that time is enough: how long requests decode is a guess, and a false refusal is the worse error.
         return seconds + step / 2 if 2 * decoding.until(0.0) > seconds else None
 
     def _computed(self, prompt: QueuedPrompt, decoding: DecodeIntervals) -> float:

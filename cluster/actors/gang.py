@@ -34,9 +34,9 @@ recovery from one fatal request: among 1,024 requests that began in the fatal st
 incarnations, and it is then tried alone three times.
 """
 RETRY_S = 0.5  # between two attempts to restart
-PATIENCE_SHARE = 4.0  # limit of a whole restart, in times of the first start, unless restart_timeout_s is set
+PATIENCE_SHARE = 4.0  # limit of a whole restart, as a multiple of the first start, unless restart_timeout_s is set
 PATIENCE_FLOOR_S = 60.0
-STILL_SHARE = 2.0  # limit of the time in which no rank makes progress during one attempt, in times of the first start
+STILL_SHARE = 2.0  # limit of the time without progress of any rank in one attempt, as a multiple of the first start
 STILL_FLOOR_S = 30.0
 LOSSES_SHOWN = 32
 
@@ -184,7 +184,7 @@ class Gang:
                 life.kill()
                 await owner.on_down(loss)
                 self._tell(loss)
-                # An incarnation that lasted long is no sign that the gang dies again and again.
+                # An incarnation that served for long is no evidence of a crash loop.
                 old = time.monotonic() - served_from > self.patience_s
                 fruitless = 0 if life.fruitful or old else fruitless + 1
                 if fruitless >= FRUITLESS:

@@ -30,13 +30,13 @@ def named(request: Request, name: str) -> Request:
 
 @dataclass(slots=True)
 class GrammarCache:
-    """The compiled grammars that a rank has read, by name, oldest first; up to `KEPT_CHARACTERS`. Thread-safe."""
+    """The compiled grammars that a rank has read, by name, oldest first. Thread-safe."""
 
     _kept: OrderedDict[str, tuple[str, float]] = field(default_factory=OrderedDict)
     _lock: Lock = field(default_factory=Lock)
 
     def keep(self, name: str, grammar: str) -> None:
-        """Keep a grammar for later requests; drop the oldest ones if there are too many characters."""
+        """Keep a grammar; drop the oldest ones beyond `KEPT_CHARACTERS`, but none younger than `KEPT_S`."""
         now = time.monotonic()
         with self._lock:
             self._kept[name] = grammar, now

@@ -308,7 +308,7 @@ class Incarnation:
 
 
 def _says_little(error: BaseException) -> int:
-    """Sort key of load errors: the cause itself first, last those that only report a lost peer (see `_named`)."""
+    """Sort key of load errors: ConfigError, then a rank's own errors, last reports of lost peers; see `_named`."""
     return 0 if isinstance(error, ConfigError) else 2 if isinstance(error.__cause__, LoadError) else 1
 
 

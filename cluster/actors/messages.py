@@ -31,8 +31,8 @@ class Commands:
     """What a replica sends to one shard in one actor call: requests to submit and ids of requests to abort.
 
     `doubted` are ids of submits that were lost with an earlier incarnation before they went on from their prompt: each
-    may be what killed it. The step that admits a doubted request waits until the replica confirms that it knows that
-    the request begins; `heard` are the ids so confirmed.
+    may be what killed it. The step that admits a doubted request first reports that it begins, and waits until the
+    replica confirms the report; `heard` are the confirmed ids.
     """
 
     submits: tuple[Request, ...] = ()
@@ -130,7 +130,7 @@ class GangStatus:
 
     `healthy` is False as soon as a rank is dead, failed, or makes no progress for `watchdog_timeout_s`, and until the
     gang serves again; `reason` then names rank, step and phase. `ranks` says what each rank runs with, empty before the
-    first start. `beats` are the last heartbeats, without those of ranks that have sent none yet.
+    first start. `beats` are the last heartbeats of ranks that have sent one; empty while the gang does not serve.
     """
 
     healthy: bool
@@ -204,7 +204,5 @@ class EngineClient(Protocol):
         ...
 
     async def metrics(self) -> list[bytes]:
-        """Return serialised registry samples (see `cluster.observability.metrics`) of the deployment's ranks, to be
-        summed, and of its other replicas.
-        """
+        """Return serialised registry samples (`cluster.observability.metrics`) of all ranks and the other replicas."""
         ...

@@ -7,9 +7,8 @@ from cluster.actors.prefill_speed import Drift, RankWork
 
 
 class QueueReport(NamedTuple):
-    """The last report of a rank: its time (by the admission's clock), how many prompt tokens of waiting and running
-    requests were not computed, how many requests had been submitted to the rank, and how far its step times are off the
-    measured ones.
+    """The last report of a rank: its time (by the admission's clock), the prompt tokens of waiting and running requests
+    not computed yet, the number of requests submitted so far, and how far step times are off the measured ones.
     """
 
     at: float
@@ -79,8 +78,8 @@ class RankBooks:
         if report.at <= self.reported:
             return
         self.reported, self.drift = report.at, report.drift
-        # The report gives one sum over the requests that the rank knows. What is missing in it was computed, and the
-        # rank computes prompts in order, so subtract it from the requests at the front.
+        # The report gives one sum over the requests that the rank knows. It computes prompts in order, so subtract the
+        # computed tokens from the requests at the front.
         known = [one for one in self.queue.values() if 0 < one.number <= report.submitted]
         computed = sum(one.length for one in known) - report.queued_tokens
         for one in known:

@@ -18,7 +18,7 @@ ANSWER_TIMEOUT_S = 0.8
 
 
 def gang_name(deployment: str, gang: str) -> str:
-    """Return the full name of a gang, which the names of its shards and its placement group begin with."""
+    """Return the full name of a gang: the name of its placement group, and the beginning of its shards' names."""
     return f"{deployment}/{gang}"
 
 

@@ -95,8 +95,7 @@ def _placed(group: PlacementGroup, layout: Layout) -> Placement:
 
 
 def rank_order(node_of: Mapping[int, str], own_node: str, group: int = 1) -> tuple[int, ...]:
-    """Return the bundle of each rank, given the node of each bundle. Each `group` consecutive ranks are an attention
-    group.
+    """Return the bundle of each rank, given the node of each bundle; `group` is the size of an attention group.
 
     As many groups as possible lie on one node each; the remaining bundles of the nodes form the other groups. The
     caller's node comes first, then nodes with more bundles, then those with lower bundle indices. Ray numbers bundles
@@ -148,9 +147,7 @@ def _lack(layout: Layout, name: str) -> _Lack:
 
 
 def _holders(layout: Layout, name: str) -> dict[str, dict[str, float]]:
-    """Return what other placement groups hold of the resources that the gang needs, by group name. If the gang needs
-    GPUs, only GPUs count.
-    """
+    """Return what other placement groups hold of the needed resources (of GPUs only, if needed), by group name."""
     wanted = ("GPU",) if "GPU" in layout.demand else tuple(layout.demand)
     holders: dict[str, dict[str, float]] = {}
     for group in placement_group_table().values():

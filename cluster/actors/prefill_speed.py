@@ -34,9 +34,7 @@ class Drift(NamedTuple):
 
     @classmethod
     def of_gang(cls, ranks: Sequence["Drift"]) -> "Drift":
-        """Return the largest ratios of the ranks, as the slowest rank decides. A ratio of 1.0 is skipped: its rank has
-        measured nothing yet.
-        """
+        """Return the largest ratios, as the slowest rank decides. 1.0 is skipped: that rank has learnt nothing yet."""
         columns = zip(*ranks, strict=True)
         return cls(*(max((value for value in column if value != 1.0), default=1.0) for column in columns))
 
@@ -155,8 +153,7 @@ class PrefillSpeed:
         allowance = prefill_budget.allowance / self.drift.prompt
         rows: float = pace.rows(beside, start, self.chunk, allowance, others)
         least = pace.least(beside, start, self.chunk, others)
-        # The scheduler takes at least `least` rows: it overdraws the budget, and skips prompt rows in later steps.
-        if rows < least:
+        if rows < least:  # the scheduler takes `least` rows, which overdraws the budget; later steps get less of it
             rows = least * allowance / pace.cost(beside, start, least, others)
         return self.drift.decode * (prefill_budget.busy + prefill_budget.allowance), max(rows, 1e-3)
 

@@ -10,9 +10,7 @@ from collections.abc import Sequence
 
 
 def chain_of(tokens: Sequence[int], page_size: int, salt: int = 0) -> tuple[int, ...]:
-    """Return one hash per reusable page of `tokens`, over `salt` and all tokens up to the one after the page. The last
-    page must be followed by a token.
-    """
+    """Return one hash per page of `tokens` that a token follows, over `salt` and all tokens up to that token."""
     ids, link = tuple(tokens), salt
     chain = []
     for start in range(0, len(ids) - page_size, page_size):

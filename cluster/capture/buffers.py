@@ -45,10 +45,7 @@ class Buffers:
         return lent.as_strided(like.size(), like.stride()), buffer
 
     def lasting(self, tensor: Tensor) -> Tensor:
-        """Return a tensor over the same memory that does not keep its buffer lent; `tensor` itself if it is not lent.
-
-        Recorded calls hold such tensors, else no buffer would ever become free.
-        """
+        """Return a tensor over the same memory that does not keep its buffer lent; `tensor` itself if none is lent."""
         which = self._lent.get(tensor.untyped_storage()._cdata)
         if which is None:
             return tensor

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Segments(Protocol):
-    """Captures the segments of programs on one device. `CudaSegments` is the real one; tests use a fake."""
+    """Captures the segments of programs on one device: `CudaSegments`, or a fake in tests."""
 
     def ready(self) -> None:
         """Prepare for a capture: wait for all queued work, and release unused cached memory."""
@@ -87,11 +87,9 @@ class Graph(Generic[T]):
         run(*given)
 
     def hosted(self, run: Callable[..., Tensor | None], given: tuple[Any, ...]) -> Tensor | None:
-        """End the segment, make the host's call, and begin the next segment.
-
-        The output is allocated between two captures, so it lies outside the graph pool: no graph overwrites it.
-        """
+        """End the segment, make the host's call, and begin the next segment."""
         self._end()
+        # The output is allocated between two captures, so it lies outside the graph pool: no graph overwrites it.
         with recorded_by(None):
             made = answered(run, given)
 

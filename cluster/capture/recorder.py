@@ -38,7 +38,7 @@ class Captured(Protocol[T_co]):
 
     @property
     def bytes(self) -> int:
-        """The memory that was allocated for this program alone."""
+        """The memory that this program added to that of all programs."""
         ...
 
     def replay(self) -> None:

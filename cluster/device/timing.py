@@ -79,7 +79,7 @@ class EventTimer:
 
     def here(self) -> None:
         """Set CUDA's current device."""
-        if self._device.index is not None:  # without an index the device is the default of every thread
+        if self._device.index is not None:  # without an index it is the default device of every thread
             torch.cuda.set_device(self._device)
 
 

@@ -45,10 +45,7 @@ class ExitReason(NamedTuple):
 
 
 class ExitReasons:
-    """Publishes the exit reason of one rank and reads those of its peers.
-
-    `store` is a connection to the gang's store on which nothing else blocks.
-    """
+    """Publishes one rank's exit reason and reads those of its peers. Nothing else blocks on the connection `store`."""
 
     def __init__(self, store: Any, rank: int, world: int) -> None:
         self._store, self.rank, self.world = store, rank, world
@@ -104,9 +101,7 @@ class ExitReasons:
         return PeerLostError(f"rank {names} is gone (step {step}, phase {phase})", gone[0], step, phase)
 
     def bereaved(self, step: int, phase: str) -> PeerLostError | None:
-        """Wait up to `EXIT_REASON_S` for exit reasons that blame a peer; return the error to raise, None if there are
-        none.
-        """
+        """Wait up to `EXIT_REASON_S` for exit reasons that blame a peer; return the error to raise, None if none do."""
         found: list[PeerLostError] = []
 
         def look() -> None:

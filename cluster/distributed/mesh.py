@@ -172,6 +172,7 @@ class Mesh:
         """Start the heartbeats of this rank; `store` is a connection used by nothing else."""
         assert self._exit_reasons is not None, "a rank alone has no peers"
         clock, group = self.world.clock, self.facts.group
+        # The prefix is that of `ExitReasons`, whose key `ALARM` the monitor waits for.
         self.heartbeat_monitor = HeartbeatMonitor(
             PrefixStore("exit_reasons", store), self._exit_reasons, clock, lambda: self.position, group
         )
@@ -185,11 +186,11 @@ class Mesh:
         )
 
     def loss(self, error: RuntimeError, *, in_collective: bool = False) -> PeerLostError | None:
-        """Return the loss of a peer that an error of a step means, None if the error is this rank's own.
-        `in_collective`: the error was raised by a collective.
+        """Return the loss of a peer if it caused `error`, which a step raised (`in_collective`: in a collective); None
+        if the error is this rank's own.
 
-        An error of the device may come from a collective that a lost peer has aborted, as CUDA reports it with a later
-        call. So it counts as a loss only if an exit reason blames a peer.
+        CUDA reports with a later call that a lost peer has broken a collective. So an error of the device counts as a
+        loss only if an exit reason blames a peer.
         """
         if self.world.size == 1:
             return None

@@ -82,7 +82,7 @@ class Axis:
     def all_to_all(self, rows: Tensor, sent: Sequence[int], taken: Sequence[int]) -> Tensor:
         """All-to-all: rows sorted by destination rank, `sent[r]` to rank r -> received rows, `taken[r]` from rank r.
 
-        Callers agree on the counts first: `sent[r]` here is `taken` of this rank at rank r.
+        Callers agree on the counts first: `sent[r]` on this rank equals `taken[this rank]` on rank r.
         """
         if self.size == 1:
             return rows
