@@ -1,4 +1,4 @@
-"""One life of a gang: its shards from their creation to their end. A gang that loses a rank gets a new life."""
+"""One incarnation of a gang: its shards from their creation to their end. A gang that loses a rank gets a new one."""
 
 import asyncio
 import contextvars
@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 NAMESPACE = "aerie"
 CONTROL_TIMEOUT_S = 0.5  # a control call that takes longer counts as unanswered
 LOOK_S = 1.0  # between two checks of shards that are loading
-REASON_TIMEOUT_S = 0.5  # after the first load error: how long to wait for one that says more about the cause
-OUTPUTS_AHEAD = 4  # unread stream items at the replica; beyond that, a shard puts several steps into one item
+REASON_TIMEOUT_S = 0.5  # after the first load error: how long to wait for errors that are closer to the cause
+OUTPUTS_AHEAD = 4  # the most unread stream items at the replica; then a shard puts several steps into one item
 
 
 class GangStartError(RuntimeError):
@@ -38,7 +38,7 @@ class GangStartError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class GangSpec:
-    """What to start: the engine's config, where its ranks go, and the name under which its shards are found."""
+    """What to start: the engine's config, the layout of its ranks, and the name under which its shards are found."""
 
     config: EngineConfig
     layout: Layout
@@ -49,17 +49,17 @@ class GangSpec:
 
     @property
     def world(self) -> int:
-        """How many ranks."""
+        """The number of ranks."""
         return self.layout.world
 
     @property
     def leaders(self) -> range:
-        """The ranks that take requests and give outputs, by dp rank: the first of each attention-TP group."""
+        """The leaders, which take requests and return outputs, by dp rank: the first rank of each attention group."""
         return range(0, self.world, self.world // self.config.attn_dp_size)
 
 
 class Incarnation:
-    """The handles of the shards, by rank, and what is known of the health of each."""
+    """The handles of an incarnation's shards, by rank, and the evidence of the health of each."""
 
     def __init__(self, spec: GangSpec, placement: Placement, epoch: int) -> None:
         self.spec = spec
@@ -67,10 +67,10 @@ class Incarnation:
         self.shards: list[Any] = []
         self.infos: list[RankInfo] = []
         self.beats: list[Heartbeat | None] = [None] * spec.world
-        self.alarm = asyncio.Event()  # set by every sign that this life is over
+        self.alarm = asyncio.Event()  # set by every piece of evidence that this incarnation is over
         self.fetched_s = 0.0
         self.last_item = 0.0  # when a step item last came from any rank; 0.0 before the first
-        self.fruitful = False  # whether any request went on in it or ended well
+        self.fruitful = False  # whether any request got tokens beyond its first one, or ended normally
         self._placement = placement
         self._deaths = [""] * spec.world
         self._failures: list[Failure | None] = [None] * spec.world
@@ -80,13 +80,13 @@ class Incarnation:
         self._context = contextvars.Context()
 
     async def begin(self, timeout_s: float, still_s: float = math.inf) -> None:
-        """Create the shards and load them in parallel; after an error the caller has to `kill` those created. Before
-        they load, one shard of each node downloads what the node lacks of models of a hub. How long that takes is in
+        """Create the shards and load them in parallel; after an error the caller must `kill` the created ones. First,
+        one shard of each node downloads the hub's models that the node lacks. The time of the downloads is in
         `fetched_s` and does not count as loading.
 
         Raises:
             ConfigError: the engine refused its config or a checkpoint.
-            GangStartError: a shard died or failed while loading, all took longer than `timeout_s`, or none showed
+            GangStartError: a shard died or failed while loading, loading took longer than `timeout_s`, or no rank made
                 progress for `still_s`.
         """
         self._context = contextvars.copy_context()
@@ -102,7 +102,7 @@ class Incarnation:
             meeting = (await self._loaded([_named(0, self.shards[0].open_store.remote())], until, still_s))[0]
         loads = [_named(rank, shard.load.remote(self.spec.config, meeting)) for rank, shard in enumerate(self.shards)]
         self.infos = await self._loaded(loads, until, still_s)
-        self._unask()  # heartbeats, under way or not, were about the loading
+        self._unask()  # forget the heartbeats of the loading, those in flight included
         self.beats = [None] * self.spec.world
         self._deaths, self._failures = [""] * self.spec.world, [None] * self.spec.world
         self.alarm.clear()
@@ -113,7 +113,7 @@ class Incarnation:
         """Have the first rank of each node download the models for all ranks of that node.
 
         Raises:
-            ConfigError, GangStartError: a node cannot have them.
+            ConfigError, GangStartError: a node could not download them.
         """
         nodes = self._placement.nodes
         first = [rank for rank, node in enumerate(nodes) if nodes.index(node) == rank]
@@ -121,10 +121,10 @@ class Incarnation:
         await self._loaded(fetching, math.inf, math.inf)
 
     async def _loaded(self, loads: Sequence[Any], until: float, still_s: float) -> list[Any]:
-        """The answers of all ranks.
+        """Wait for the answers of all ranks and return them.
 
         Raises:
-            ConfigError, GangStartError: of the first errors, the one that says most about the cause.
+            ConfigError, GangStartError: of the first errors, the one that is closest to the cause.
         """
         tasks = [asyncio.ensure_future(load) for load in loads]
         try:
@@ -134,7 +134,7 @@ class Incarnation:
                 task.cancel()
 
     async def _all_of(self, tasks: Sequence[asyncio.Task[Any]], until: float, still_s: float) -> list[Any]:
-        """The results of `_loaded`; the caller cancels the tasks that have not ended."""
+        """Return the results of `_loaded`; the caller cancels the tasks that have not ended."""
         began = time.monotonic()
         late, why = set(tasks), ""
         while late and not why and not any(task.exception() for task in tasks if task.done()):
@@ -158,7 +158,7 @@ class Incarnation:
         return [task.result() for task in tasks]
 
     def _last_progress(self) -> float:
-        """When any rank last made progress, as far as its heartbeats told, on our clock."""
+        """When any rank last made progress by its heartbeats, on our clock."""
         heard = zip(self._answered, self.beats, strict=True)
         return max(at - (0.0 if beat is None else beat.age_s) for at, beat in heard)
 
@@ -173,20 +173,20 @@ class Incarnation:
         )
 
     def open_stream(self, rank: int) -> Any:
-        """The stream of a leader's step items; it raises RayActorError when the shard dies."""
+        """Return the stream of a leader's step items; it raises RayActorError if the shard dies."""
         outputs = self.shards[rank].outputs
         return outputs.options(num_returns="streaming", _generator_backpressure_num_objects=OUTPUTS_AHEAD).remote()
 
     def read_grammar(self, leader: int, grammar: str) -> asyncio.Task[tuple[str, str]]:
-        """Have the ranks of a leader's group read a compiled grammar; the result is the name under which they know it,
-        and why one cannot read it, or nothing.
+        """Have the ranks of a leader's group read a compiled grammar. The task returns the name under which they keep
+        it, and why a rank cannot use it (empty if all can).
         """
         group = range(leader, leader + self.spec.world // len(self.spec.leaders))
-        # in the owner's context, as with heartbeats
+        # In the owner's context, not a request's: see `ask`.
         return asyncio.create_task(self._read_grammar(group, grammar), context=self._context)
 
     async def _read_grammar(self, group: Sequence[int], grammar: str) -> tuple[str, str]:
-        try:  # streams go on meanwhile
+        try:  # hashing and storing megabytes must not block the event loop
             name, put = await asyncio.to_thread(lambda: (name_of(grammar), ray.put(grammar)))
         except Exception as error:
             return "", f"a grammar of {len(grammar)} characters cannot be sent: {first_line(error)}"
@@ -207,12 +207,12 @@ class Incarnation:
             await asyncio.wait(waiting, timeout=timeout_s)
 
     def ask(self) -> list[asyncio.Task[None]]:
-        """Ask each rank for its heartbeat unless it still owes one; returns all unanswered calls, however old."""
+        """Ask each rank for its heartbeat unless an earlier call is unanswered; return all unanswered calls."""
         if not self.shards:
             return []
         for rank, task in enumerate(self._asking):
             if task is None or task.done():
-                # in the owner's context, not the caller's: Serve cancels the calls that a request's task has made
+                # In the owner's context: Serve cancels actor calls made in the context of a request that ends.
                 self._asking[rank] = asyncio.create_task(self._ask(rank), context=self._context)
         return [task for task in self._asking if task is not None]
 
@@ -226,7 +226,7 @@ class Incarnation:
             self.mark_failed(rank, f"its heartbeat failed: {first_line(error)}")
 
     async def _follow(self, rank: int) -> None:
-        """Wait for the end of a rank: Ray reports that of its process, the rank itself that of its loop."""
+        """Wait for the end of a rank: Ray reports the death of its process, the rank itself the end of its loop."""
         try:
             failure: Failure | None = await self.shards[rank].end.remote()
         except RayActorError as error:
@@ -241,12 +241,12 @@ class Incarnation:
                 self.alarm.set()
 
     def mark_dead(self, rank: int, error: Exception) -> None:
-        """Ray has reported that a shard is dead."""
+        """Note that Ray has reported a shard dead."""
         self._deaths[rank] = self._deaths[rank] or f"the process died ({first_line(error)})"
         self.alarm.set()
 
     def mark_failed(self, rank: int, reason: str) -> None:
-        """A shard no longer works; the reason that it gave itself, if any, stays."""
+        """Note that a shard no longer works; a failure that the shard itself reported is kept."""
         if self._failures[rank] is None:
             beat = self.beats[rank]
             where = (0, "start") if beat is None else (beat.step, beat.phase)
@@ -254,16 +254,16 @@ class Incarnation:
         self.alarm.set()
 
     def mark_alive(self) -> None:
-        """A step item came: the ranks step together, so all of them were alive."""
+        """Note that a step item came: the ranks step together, so all of them were alive."""
         self.last_item = time.monotonic()
 
     def heard(self, rank: int) -> tuple[float, EngineStatus] | None:
-        """The status that a rank sent with its last heartbeat, and when it arrived, on our clock."""
+        """Return when a rank's last heartbeat arrived, on our clock, and its status; None before the first."""
         beat = self.beats[rank]
         return None if beat is None else (self._answered[rank], beat.status)
 
     def forgive(self, seconds: float) -> None:
-        """Do not count `seconds` as silence: this process itself stood still and could hear no rank."""
+        """Do not count `seconds` as silence: this process itself was stopped and could not hear the ranks."""
         self._answered = [at + seconds for at in self._answered]
 
     def last_sign(self, rank: int) -> float:
@@ -271,7 +271,7 @@ class Incarnation:
         return max(self._answered[rank], self.last_item) if self._answered else time.monotonic()
 
     def signs(self) -> list[RankEvidence]:
-        """What is known of every rank now."""
+        """Return the present evidence of every rank."""
         now = time.monotonic()
         found = []
         for rank, asking in enumerate(self._asking):
@@ -280,7 +280,7 @@ class Incarnation:
         return found
 
     async def stop(self, timeout_s: float) -> None:
-        """End all loops together, after their present step."""
+        """End all loops together after their present step; wait for at most `timeout_s`."""
         self._unfollow()
         if stops := [asyncio.ensure_future(_settled(shard.stop.remote())) for shard in self.shards]:
             _, late = await asyncio.wait(stops, timeout=timeout_s)
@@ -308,11 +308,12 @@ class Incarnation:
 
 
 def _says_little(error: BaseException) -> int:
+    """Sort key of load errors: ConfigError, then a rank's own errors, last reports of lost peers; see `_named`."""
     return 0 if isinstance(error, ConfigError) else 2 if isinstance(error.__cause__, LoadError) else 1
 
 
 async def _named(rank: int, ref: Any) -> Any:
-    """Await a load; a ConfigError is raised as it is, every other error as one that names the rank."""
+    """Await an actor call of the start; raise a ConfigError unchanged, every other error with the rank's name."""
     try:
         return await ref
     except RayTaskError as error:
