@@ -38,8 +38,7 @@ def _operation(name: str, operation: Mapping[str, Any], schemas: Mapping[str, An
 
 
 def _body(schema: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the HTML of a body: its description, its honoured fields, and the names of fields that are not supported.
-    """
+    """Yield the HTML of a body: its description, its honoured fields, and the names of unsupported fields."""
     fields, needed = schema.get("properties", {}), schema.get("required", ())
     if "description" in schema:
         yield f"<p>{escape(schema['description'])}</p>"

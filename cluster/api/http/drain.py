@@ -37,8 +37,7 @@ class Drain:
         return time.monotonic() < self._until
 
     def begin(self) -> int:
-        """Refuse new calls for the next `LAPSE_S`, and return how many are open. The caller repeats it until the end.
-        """
+        """Refuse new calls for the next `LAPSE_S`; return how many are open. The caller repeats this until the end."""
         if not self.refusing:
             logger.info("draining: %d open calls go on, new ones are refused", self.open)
         self._until = time.monotonic() + LAPSE_S
@@ -55,8 +54,7 @@ class Drain:
 
 
 class DrainMiddleware:
-    """ASGI middleware that counts generating calls. While the server drains, it answers new ones and /ready with 503.
-    """
+    """ASGI middleware that counts generating calls; while the server drains, new ones and /ready get a 503."""
 
     def __init__(self, app: ASGIApp, drain: Drain) -> None:
         self._app = app

@@ -93,8 +93,7 @@ class Guard:
 
 
 def _token(call: Call) -> bytes | None:
-    """Return a call's key: its Bearer token or Anthropic's x-api-key. None without a key, or with two different keys.
-    """
+    """Return a call's key: its Bearer token or Anthropic's x-api-key. None without a key or with two different ones."""
     tokens = set()
     for name, value in call["headers"]:
         if name == b"x-api-key":

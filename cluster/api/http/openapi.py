@@ -59,8 +59,7 @@ ERROR = {
 
 
 class OtherApi(NamedTuple):
-    """An API whose bodies are translated to chat requests: the root of its paths, its bodies, the schema of its errors.
-    """
+    """An API whose bodies become chat requests: the root of its paths, its bodies, the schema of its errors."""
 
     path: str
     bodies: tuple[type[TranslatedBody], ...]
