@@ -91,9 +91,7 @@ def _ends_well() -> Iterator[None]:
 
 
 def _reader_left() -> bool:
-    """Return whether a BrokenPipeError came from stdout. If so, redirect stdout to /dev/null, so that the final flush
-    of buffered output cannot fail again.
-    """
+    """Return whether stdout has lost its reader. If so, redirect it to /dev/null, so that a later flush cannot fail."""
     out = sys.stdout.fileno()
     poll = select.poll()
     poll.register(out, 0)

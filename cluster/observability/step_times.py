@@ -19,9 +19,7 @@ Curve = tuple[tuple[int, float], ...]
 
 
 class PrefillBudget(NamedTuple):
-    """Times of a step in microseconds: `busy` is this rank's time for decoding requests, `allowance` the further time
-    that its prompt rows may take.
-    """
+    """Microseconds of a step: `busy` for this rank's decoding requests, `allowance` for prompt rows besides."""
 
     busy: float
     allowance: float
@@ -50,9 +48,7 @@ class StepTimes:
 
     @classmethod
     def reported(cls, costs: StepCosts, share: float, tree: int, groups: int) -> Self:
-        """Return the step times that a rank reported as `costs`; the inverse of `costs()`. Microseconds per token equal
-        milliseconds per 1000 tokens.
-        """
+        """Return the step times of reported `costs`. (Microseconds per token are milliseconds per 1000 tokens.)"""
         return cls(
             share=share,
             tree=tree,
@@ -87,8 +83,8 @@ class StepTimes:
         return PrefillBudget(busy, most / (1.0 - self.share) - busy)
 
     def cost(self, beside: int, start: int, rows: int, others: int = 0) -> float:
-        """Return the time of prompt rows `start` to `start + rows - 1` beside `beside` other target rows, while
-        `others` other groups run prompt rows too.
+        """Return the time of `rows` prompt rows after `start` tokens, beside `beside` other target rows, while `others`
+        other groups run prompt rows too.
         """
         if not rows:
             return 0.0

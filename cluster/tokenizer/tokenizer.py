@@ -21,9 +21,7 @@ WINDOW_TOKENS = 64  # a longer window is cut even if it does not end with a comp
 
 
 def _byte_of_character() -> dict[str, int]:
-    """Return GPT-2's byte-level alphabet as a map from character to byte: a printable byte is written as itself, the
-    other bytes as U+0100 and up.
-    """
+    """Return GPT-2's byte-level alphabet, character to byte: printable bytes as themselves, others as U+0100 and up."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(rest)}
@@ -101,9 +99,7 @@ class TextTokenizer:
         return list(encoding.ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids. Special tokens and ids outside the vocabulary are left out; invalid UTF-8
-        becomes U+FFFD.
-        """
+        """Return the text of token ids, without special tokens and unknown ids; invalid UTF-8 becomes U+FFFD."""
         return str(self._tokenizer.decode(self._sound(ids), skip_special_tokens=True))
 
     def decode_freely(self, ids: Sequence[int]) -> str:
@@ -228,8 +224,8 @@ class IncrementalDetokenizer:
         return piece
 
     def _cut(self) -> None:
-        """Keep the last `CONTEXT_TOKENS` tokens, or up to 3 more so that the window starts at a complete character.
-        The text of the kept tokens counts as sent, except an incomplete last character.
+        """Keep the last `CONTEXT_TOKENS` tokens, or up to 3 more to start at a complete character. The text of the
+        kept tokens counts as sent, except an incomplete last character.
         """
         most = len(self._window) - CONTEXT_TOKENS
         if most > 0:

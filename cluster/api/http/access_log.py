@@ -31,7 +31,7 @@ def note(scope: Scope, call_id: str, choices: Sequence[OutputSequence]) -> None:
 
 
 class AccessLog:
-    """Outermost ASGI middleware: logs the method, path, tokens, duration and outcome of each call.
+    """The app's outermost ASGI middleware: logs the method, path, tokens, duration and outcome of each call.
 
     `outcome` is "ok"; "gone" if the client disconnected before the end; "refused" if the call never began (4xx, or 503
     because of load or draining); "error" if the server failed or shut down during the call (503, another 5xx, or an

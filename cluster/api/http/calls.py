@@ -49,11 +49,7 @@ class GenerateCall:
 async def answer(
     service: Service, limits: RequestLimits, intake: BodyReader, request: HttpRequest, read: Reader
 ) -> Response:
-    """Return the response of a generating route: JSON, or an event stream. `read` is the reader of its bodies.
-
-    Raises:
-        ApiError: the call is refused or cannot be served.
-    """
+    """Return the response of a generating route, JSON or an event stream. `read` reads its bodies; raises ApiError."""
     arrived = time.perf_counter()
     try:
         if (why := service.engine.full()) is not None:  # refuse before spending time on the body
@@ -158,7 +154,7 @@ async def understand(
                     included, least = fields.include_stop_str_in_output, fields.min_tokens
                     text = StoppedText(tokenizer.text, ids, params.stop, included, least, chat.special)
                 own = replace(params, seed=fields.seed_of(i), adjustments=adjustments, grammar=grammar)
-                if i and not fields.stream:  # an answer needs the prompt's log-probabilities once per prompt
+                if i and not fields.stream:  # one sequence per prompt carries its log-probabilities
                     own = replace(own, prompt_logprobs=None)
                 index = len(choices)
                 sequence = Request(f"{sequence_id}-{index}", ids, own, 0, fields.routed_dp_rank, salt)
@@ -194,7 +190,7 @@ def _echoes(
     service: Served, fields: CompletionRequest | ChatRequest, whole: list[tuple[int, ...]], kept: list[tuple[int, ...]]
 ) -> tuple[str, ...]:
     """Return the prompt texts that an answer with `echo` repeats; empty without `echo`. A prompt sent as token ids, or
-    cut by truncate_prompt_tokens (`kept` is shorter than `whole`), is decoded from its tokens.
+    truncated (`kept` is shorter than `whole`), is decoded from its tokens.
     """
     if not isinstance(fields, CompletionRequest) or not fields.echo:
         return ()

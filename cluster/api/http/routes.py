@@ -56,11 +56,9 @@ def make_app(
     origins: Sequence[str] = (),
     page: bool = True,
 ) -> FastAPI:
-    """Return the REST app of a service; the service's parts are read anew on every call.
-
-    `limits` default to those for the model's context length. `drain` says when to refuse calls. Without `keys` every
-    route is open to everyone. Pages of the `origins` may call from a browser (CORS). With `page`, / serves the status
-    page.
+    """Return the REST app of a service; every call reads the service's parts again. `limits` default to those for the
+    model's context length; `drain` says when to refuse calls. Without `keys` every route is open to everyone. Pages of
+    the `origins` may call from a browser (CORS). With `page`, / serves the status page.
     """
     limits = limits or RequestLimits.of(service.model.context_length)
     app = FastAPI(title="Aerie", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
@@ -80,8 +78,7 @@ def make_app(
         app.add_middleware(Guard, keys=keys, routes=app.routes)
     if page:
         app.add_middleware(SlashBehindPrefix)
-    # Middleware that is added later runs earlier.
-    if origins:  # outside the guard, since a browser's preflight request carries no key
+    if origins:  # added after the guard, so it runs before it: a browser's preflight request carries no key
         exposed = [WARNING_HEADER, "retry-after"]
         app.add_middleware(
             CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed

@@ -146,7 +146,7 @@ def _set_engine(llm: dict[str, Any], key: str, value: Any) -> None:
     if name in SWITCHES and value is None:
         for other in [k for k in engine if ALIASES.get(k, k).startswith("speculative_")]:
             del engine[other]
-    engine[key if key == EXPERT_SWITCH else name] = value  # EXPERT_SWITCH has values of its own
+    engine[key if key == EXPERT_SWITCH else name] = value  # EXPERT_SWITCH is a boolean, ep_size a number
 
 
 def _inner(data: dict[str, Any], name: str, shown: str = "") -> dict[str, Any]:

@@ -85,10 +85,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal comes. Return 0 after a stop by signal, also during the start; 1 if the application failed.
-
-    Raises:
-        ConfigError: a setting or file cannot be used.
+    """Serve until a signal comes. Return 0 after a stop by signal, also during the start, and 1 if the application
+    failed. Raises ConfigError if a setting or file cannot be used.
     """
     signals = StopSignals()
     with signals.taken():
@@ -197,9 +195,7 @@ def _with_log(plan: ServePlan, args: argparse.Namespace, *, own_ray: bool) -> Se
 
 
 def _delete_soon(name: str) -> None:
-    """Ask Serve to delete the application from a shared cluster, and wait at most `DELETE_TIMEOUT_S`. It works in a
-    thread, since a signal handler calls this and must not block on locks of the main thread.
-    """
+    """Ask Serve to delete the application from a shared cluster, in a thread: a signal handler must take no locks."""
     serve = importlib.import_module("ray.serve")
     thread = threading.Thread(target=serve.delete, args=(name,), kwargs={"_blocking": False}, daemon=True)
     thread.start()
@@ -207,9 +203,7 @@ def _delete_soon(name: str) -> None:
 
 
 def _local_ray(plan: ServePlan, verbose: bool) -> LocalRay:
-    """Return a Ray of this server's own. It declares at least the CPUs that the plan needs, even on fewer cores: Ray
-    only counts CPUs and reserves no core.
-    """
+    """Return a Ray of this server's own, with at least the CPUs that the plan needs: Ray counts them, reserves none."""
     cpus = max(os.cpu_count() or 1, round(plan.resources("CPU") + plan.replicas + 0.5))
     return LocalRay(num_cpus=cpus, verbose=verbose)
 

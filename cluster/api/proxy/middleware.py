@@ -150,10 +150,8 @@ class WholeRequests:
         return account
 
     async def _gather(self, receive: Receive, body: bytearray, began: float) -> bool | None:
-        """Read the body up to the limits. Return whether more of it is to come, or None if the client has left.
-
-        Raises:
-            TimeoutError: the body arrives too slowly.
+        """Read the body up to the limits. Return whether more of it is to come, or None if the client has left. Raises
+        TimeoutError if the body arrives too slowly.
         """
         async with asyncio.timeout_at(began + GRACE_S) as patience:
             while len(body) < GATHERED and self._held < GATHERED_BY_ALL:
@@ -247,9 +245,7 @@ class _Answer:
     """Inspects the messages of one answer and replaces plain-text errors."""
 
     def __init__(self, send: Send, scope: Scope, met: Met, has_replicas: Callable[[Scope], Awaitable[bool]]) -> None:
-        """`met` receives the limit of Serve that ends the call; `has_replicas` returns whether Serve knows healthy
-        replicas.
-        """
+        """`met` receives the limit that ends the call; `has_replicas` returns whether Serve has healthy replicas."""
         self._send = send
         self._scope = scope
         self._met = met

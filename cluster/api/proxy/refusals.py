@@ -73,9 +73,7 @@ class Refusals:
         return max(said.values(), key=lambda one: one.until)
 
     def passing(self, scope: Scope) -> Scope:
-        """Return the scope of a request that is passed on, with the header `REPEATED` of the proxy. A `REPEATED` that
-        the client sent is removed.
-        """
+        """Return the scope of a request to pass on, with `REPEATED` of the proxy, and without one of the client."""
         headers = [pair for pair in scope["headers"] if pair[0].lower() != REPEATED]
         if scope["method"] == "POST" and (repeated := self._repeated.pop(scope["path"], 0)):
             headers.append((REPEATED, str(repeated).encode()))

@@ -182,9 +182,7 @@ class EngineReplica(GangOwner):
         return "the engine replica is shutting down" if self._host.leaving else self._host.router.lost
 
     async def model_facts(self) -> tuple[str, dict[str, Any]]:
-        """Return the settings that identify this replica's model (`_made_of`), and the fields of a `ModelInfo` except
-        `created`.
-        """
+        """Return the settings that decide the model (`_made_of`), and the fields of a `ModelInfo` except `created`."""
         return self._made_of, self._facts
 
     async def patience_s(self) -> float:
@@ -248,9 +246,7 @@ class IngressReplica:
         return self._make_app(self._service, drain=self._drain, **self._rest_options)
 
     def _heard_of_room(self, room: int) -> None:
-        """Note the token limit `room` of an engine replica, and advertise the smallest one: a request within it fits
-        every engine replica.
-        """
+        """Note an engine replica's token limit, and advertise the smallest one, which fits every engine replica."""
         if (least := self._rooms.heard(room)) != self._service.model.kv_room:
             self._service.model = replace(self._service.model, kv_room=least)
 

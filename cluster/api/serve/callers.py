@@ -37,9 +37,7 @@ class Callers:
     """The ingress replicas with open streams, by full replica name, and which of them are gone."""
 
     def __init__(self, alive: Callable[[str], bool] = exists, period_s: float = PERIOD_S) -> None:
-        """Construct it outside any request: the watch task runs in the context of this constructor, and Serve cancels
-        what the context of a request has started.
-        """
+        """Construct it outside any request: the watch task runs in this context; Serve cancels a request's tasks."""
         self._alive, self._period_s = alive, period_s
         self._open, self._gone = Counter[str](), set[str]()
         self._context = contextvars.copy_context()

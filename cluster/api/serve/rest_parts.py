@@ -38,16 +38,13 @@ class Rest(NamedTuple):
 
 
 def load_rest(config: EngineConfig, parsers: tuple[str | None, str | None]) -> Rest:
-    """Return the parts of the REST routes. Call it in a thread: the imports take seconds. `parsers` are the names of
-    the tool-call and reasoning formats (`AppSettings.parsers`).
-    """
+    """Return the parts of the REST routes, for `AppSettings.parsers`. Call it in a thread: the imports take seconds."""
     ingress = importlib.import_module("cluster.api.http.routes")
     service = importlib.import_module("cluster.api.core.service")
     tokenizer = importlib.import_module("cluster.api.core.tokenizer").ChatTokenizer
     folder = config.tokenizer_path or config.model_path
     there = (Path(folder) / name for name in TOKENIZERS)
-    # A folder with a tokenizer in another format, or a broken symlink, raises in `tokenizer.load` instead of serving
-    # token ids alone.
+    # With another format or a broken symlink, `tokenizer.load` below raises: better than serving token ids alone.
     has_tokenizer = config.tokenizer_path is not None or any(each.is_symlink() or each.is_file() for each in there)
     if not has_tokenizer:
         logger.warning("%s has no tokenizer: only token ids are served; set tokenizer_path to serve texts", folder)
