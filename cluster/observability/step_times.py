@@ -1,5 +1,4 @@
-"""Predicts step times. The scheduler derives from them how many prompt rows run beside decoding requests, and the
-balancer derives expected waits.
+"""Predicts step times. From them follow the number of prompt rows beside decoding requests, and the expected waits.
 
 A step with prompt rows may take 1 / (1 - share) times as long as its decoding alone: with share 0.5 twice as long, one
 half for decoding and one half for prompts. `engine/calibrate.py` measures a few steps at start and fits a `StepTimes`.
@@ -68,7 +67,7 @@ class StepTimes:
 
     def decoding(self, committed: Sequence[int]) -> float:
         """Return the time of a step that only decodes; `committed` has the number of tokens of each request."""
-        # Each of the n requests costs by the longest one: decode(n) + token * n * max(committed).
+        # Each of the n requests is charged for the longest one's tokens: decode(n) + token * n * max(committed).
         return max(0.0, _at(self.decode, len(committed))) + self.token * len(committed) * max(committed, default=0)
 
     def prefill_budget(self, committed: Sequence[int], busiest: float) -> PrefillBudget:

@@ -1,6 +1,6 @@
 """Middleware in front of Serve's HTTP proxy: passes requests on whole and one by one, and turns all errors into JSON.
 
-It repairs four weaknesses of Serve's proxy:
+By itself, Serve's proxy has four weaknesses:
 - It answers in plain text where the application cannot answer: while there is no replica, when a replica dies with a
   request, when a request takes too long or finds Serve's queue full.
 - It decodes some request headers before the application sees them, and fails on bytes that are not text.
@@ -10,7 +10,7 @@ It repairs four weaknesses of Serve's proxy:
 
 Serve calls `middlewares` in each proxy before it creates the HTTP server, because of the environment variable
 RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH. `aerie serve` sets it; on other clusters the nodes must set it. The call also
-replaces uvicorn's connection class (`connections`) and wraps the function that reports Serve's limits (`serve_limits`).
+replaces uvicorn's connection class (`connections`) and records which limit of Serve ends a call (`serve_limits`).
 Nothing heavy is imported here, since this runs in the proxy.
 """
 
