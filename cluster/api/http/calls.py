@@ -1,4 +1,4 @@
-"""One call of a generating route, from its body to its answer."""
+"""Serves one call of a generating route, from its body to its answer."""
 
 import time
 import uuid
@@ -32,9 +32,10 @@ from cluster.tokenizer.tokenizer import StoppedText
 
 @dataclass(frozen=True, slots=True)
 class GenerateCall:
-    """A parsed call: its id, its sequences, the shape of its answer, headers with warnings.
+    """A parsed call: its id, its sequences, the object that writes its answer, and the headers of the answer.
 
-    `scores` is how many log-probabilities of prompts the answer holds: where many, it is written off the event loop.
+    `scores` is the number of prompt log-probabilities in the answer. With many of them, the answer is serialised off
+    the event loop.
     """
 
     call_id: str
@@ -48,10 +49,10 @@ class GenerateCall:
 async def answer(
     service: Service, limits: RequestLimits, intake: BodyReader, request: HttpRequest, read: Reader
 ) -> Response:
-    """Answer a generating route, whose bodies `read` understands."""
+    """Return the response of a generating route, JSON or an event stream. `read` reads its bodies; raises ApiError."""
     arrived = time.perf_counter()
     try:
-        if (why := service.engine.full()) is not None:  # before its body costs anything
+        if (why := service.engine.full()) is not None:  # refuse before spending time on the body
             raise overloaded(why, whoever=True)
         async with intake.json(request) as (body, length):
             asked = await off_loop(length, lambda: read(service, limits, body))
@@ -75,7 +76,7 @@ async def answer(
 
 
 async def _streamed(request: HttpRequest, call: GenerateCall, deltas: AsyncGenerator[Delta, None]) -> Response:
-    """The stream, once its first tokens are there: until then a refusal can still have its own HTTP status."""
+    """Return the event stream once its first tokens exist: until then a refusal can still have its own HTTP status."""
     try:
         first = await until_client_leaves(request.receive, _first(deltas))
     except BaseException:
@@ -106,11 +107,11 @@ async def _all(deltas: AsyncGenerator[Delta, None]) -> list[Delta]:
 async def understand(
     service: Served, limits: RequestLimits, asked: CoreRequest, length: int, salt: int = 0
 ) -> GenerateCall:
-    """Turn the prompts of a request into tokens, and give every sequence its settings, its seed and its cache's `salt`.
-    Where the body is long (`length` bytes), the work is done off the event loop.
+    """Return the call of a request: encode its prompts, and give each sequence its sampling settings, its seed and the
+    cache `salt`. For a long body (`length` bytes) the work is done off the event loop.
 
     Raises:
-        ApiError: the request cannot be served; the field at fault is named.
+        ApiError: the request cannot be served; the error names the field at fault.
     """
     model, fields = service.model, asked.fields
     tokenizer = service.tokenizer
@@ -138,7 +139,7 @@ async def understand(
     echoes = await off_loop(length, lambda: _echoes(service, fields, whole, prompts))
     unique = uuid.uuid4().hex
     call_id = asked.prefix + (fields.request_id or unique)
-    sequence_id = f"{call_id}-{unique[:8]}" if fields.request_id else call_id  # a client may repeat its ids
+    sequence_id = f"{call_id}-{unique[:8]}" if fields.request_id else call_id  # a client may reuse a request_id
 
     def make_choices() -> list[OutputSequence]:
         choices: list[OutputSequence] = []
@@ -153,7 +154,7 @@ async def understand(
                     included, least = fields.include_stop_str_in_output, fields.min_tokens
                     text = StoppedText(tokenizer.text, ids, params.stop, included, least, chat.special)
                 own = replace(params, seed=fields.seed_of(i), adjustments=adjustments, grammar=grammar)
-                if i and not fields.stream:  # what is asked about a prompt comes with its first output
+                if i and not fields.stream:  # one sequence per prompt carries its log-probabilities
                     own = replace(own, prompt_logprobs=None)
                 index = len(choices)
                 sequence = Request(f"{sequence_id}-{index}", ids, own, 0, fields.routed_dp_rank, salt)
@@ -188,7 +189,9 @@ def _extras(fields: CompletionRequest | ChatRequest, echoes: tuple[str, ...]) ->
 def _echoes(
     service: Served, fields: CompletionRequest | ChatRequest, whole: list[tuple[int, ...]], kept: list[tuple[int, ...]]
 ) -> tuple[str, ...]:
-    """The texts of the prompts where answers repeat them: as they came, unless fewer tokens are `kept`."""
+    """Return the prompt texts that an answer with `echo` repeats; empty without `echo`. A prompt sent as token ids, or
+    truncated (`kept` is shorter than `whole`), is decoded from its tokens.
+    """
     if not isinstance(fields, CompletionRequest) or not fields.echo:
         return ()
     tokenizer = None if service.tokenizer is None else service.tokenizer.text
@@ -200,15 +203,15 @@ def _echoes(
 
 
 def _scores(fields: CompletionRequest | ChatRequest, prompts: list[tuple[int, ...]], limits: RequestLimits) -> int:
-    """How many log-probabilities of prompts an answer holds.
+    """Return the number of prompt log-probabilities in the answer.
 
     Raises:
-        ApiError: more than one call may ask for.
+        ApiError: it exceeds `limits.prompt_logprobs`.
     """
     wanted = fields.prompt_logprobs_wanted()
     if wanted is None:
         return 0
-    scores = sum(map(len, prompts)) * fields.samples * (wanted + 1)
+    scores = sum(map(len, prompts)) * fields.samples * (wanted + 1)  # + 1: the prompt token beside the alternatives
     if scores > limits.prompt_logprobs:
         param = "echo" if fields.prompt_logprobs is None else "prompt_logprobs"
         raise ApiError(
@@ -235,10 +238,10 @@ async def _encoded(
 
 
 async def tokens_of(service: Service, fields: TokenizeRequest, length: int) -> tuple[int, ...]:
-    """The token ids that /tokenize answers; the body has `length` bytes.
+    """Return the token ids for /tokenize; the body has `length` bytes.
 
     Raises:
-        ApiError: the model has no tokenizer, or no chat template, or it refuses the conversation.
+        ApiError: the model has no tokenizer or no chat template, or the template refuses the conversation.
     """
     if fields.prompt is None:
         return tuple((await _encoded(service, fields, length, fields.special)).ids)
@@ -248,10 +251,10 @@ async def tokens_of(service: Service, fields: TokenizeRequest, length: int) -> t
 
 
 async def count_of(service: Service, asked: CoreRequest, length: int) -> int:
-    """How many tokens the prompt of a conversation has; the body has `length` bytes.
+    """Return the number of prompt tokens of a conversation; the body has `length` bytes.
 
     Raises:
-        ApiError: the model has no chat template, or it refuses the conversation.
+        ApiError: the model has no tokenizer or no chat template, or the template refuses the conversation.
     """
     assert isinstance(asked.fields, ChatRequest)
     with asked.origins.named():
@@ -259,10 +262,10 @@ async def count_of(service: Service, asked: CoreRequest, length: int) -> int:
 
 
 async def text_of(service: Service, fields: DetokenizeRequest, length: int) -> str:
-    """The text that /detokenize answers; the body has `length` bytes.
+    """Return the text for /detokenize; the body has `length` bytes.
 
     Raises:
-        ApiError: another model is asked for, this one has no tokenizer, or a token id is not in its vocabulary.
+        ApiError: the body names another model, the model has no tokenizer, or a token id is not in its vocabulary.
     """
     check_model(service.model, fields.model)
     if service.tokenizer is None:

@@ -1,4 +1,4 @@
-"""The flags of `aerie serve`, and the settings that they stand for. All other settings are given by `--set`."""
+"""The flags of `aerie serve`, and the setting that each of them overrides. `--set` overrides any other setting."""
 
 import argparse
 from pathlib import Path
@@ -26,7 +26,7 @@ FLAGS: dict[str, str] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that say what is served, and where."""
+    """Add the options that choose the model, the address and the settings."""
     parser.add_argument(
         "model",
         nargs="?",
@@ -97,7 +97,7 @@ def _refuse_key(key: str) -> NoReturn:
 
 
 def model_of(args: argparse.Namespace) -> str | None:
-    """The target's folder or name on a hub, given as MODEL or as --model-path; None for the config's.
+    """Return the target's folder or hub name, given as MODEL or as --model-path; None to serve the config's model.
 
     Raises:
         ConfigError: it is given twice.
@@ -109,7 +109,7 @@ def model_of(args: argparse.Namespace) -> str | None:
 
 
 def overrides_of(args: argparse.Namespace) -> list[Override]:
-    """What the flags and `--set` ask for, in that order: where both name a setting, `--set` wins."""
+    """Return the overrides of the flags, then those of `--set`: where both name a setting, `--set` wins."""
     given = {flag: getattr(args, flag) for flag in FLAGS}
     if given["draft"] is not None:
         given["draft"] = here(given["draft"])
