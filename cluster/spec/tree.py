@@ -93,8 +93,7 @@ class Growth(Protocol):
         ...
 
     def best(self) -> tuple[Tensor, Tensor]:
-        """Return the K rows of the next level: their tokens, and which row of this level each follows, `[R, K]` each.
-        """
+        """Return the K rows of the next level: tokens, and the row of this level that each follows, `[R, K]` each."""
         ...
 
     def tree(self, bonus: Tensor, nodes: int) -> DraftTree:
