@@ -35,8 +35,7 @@ def _mix_(x: Tensor, between: Tensor | int = 0) -> Tensor:
 
 
 def _mix_64(x: Tensor) -> Tensor:
-    """Return SplitMix64's finaliser of int64 (Steele, Lea, Flood 2014): each bit of x flips half of the result's bits.
-    """
+    """Return SplitMix64's finaliser of int64 (Steele, Lea, Flood 2014); each bit flips half of the result's."""
     x = (x ^ (x >> 30).bitwise_and_((1 << 34) - 1)).mul_(MIX_C)
     x = x.bitwise_xor_((x >> 27).bitwise_and_((1 << 37) - 1)).mul_(MIX_D)
     return x.bitwise_xor_((x >> 31).bitwise_and_((1 << 33) - 1))
@@ -112,8 +111,7 @@ class Noise:
 
     @staticmethod
     def of(keys: Tensor, hashes: Tensor, dtype: torch.dtype) -> "Noise":
-        """Return the noise under `keys`, in `dtype` but at least float32; with its values if there are at most `KEPT`.
-        """
+        """Return the noise under `keys`, in `dtype` but at least float32; its values too if at most `KEPT`."""
         (b, m), vocab = keys.shape, hashes.shape[0]
         if b * m * vocab > KEPT:
             return Noise(keys, hashes, dtype)
@@ -143,8 +141,7 @@ class Noise:
         return Noise(self.keys, hashes, self.dtype, self.kept.gather(2, ids.expand(*self.kept.shape[:2], -1)))
 
     def values(self, which: Tensor | None = None) -> Tensor:
-        """Return the values `[B, m, V]`; with `which` `[B, n]`, those at these positions of each request, `[B, n, V]`.
-        """
+        """Return the values `[B, m, V]`, or with `which` `[B, n]` those at these positions, `[B, n, V]`."""
         made = gumbel(self.keys, self.hashes, self.dtype) if self.kept is None else self.kept
         if which is None:
             return made

@@ -95,8 +95,7 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """`logprobs` of q given tokens, and their `ranks` `[q]`: how many tokens are at least as likely, itself included.
-    """
+    """`logprobs` of q given tokens, and their `ranks` `[q]`: how many tokens are as likely or more, itself included."""
 
     logprobs: Logprobs
     ranks: Tensor
@@ -133,8 +132,7 @@ def _asked(columns: ShardedLogits, asked: Tensor, count: int, sampler: Sampler) 
 
 
 def scores(columns: ShardedLogits, tokens: Tensor, sampler: Sampler = TORCH) -> Scores:
-    """Return log-probabilities and ranks of `tokens` `[q]`, one after each own row, by unfiltered, untempered logits.
-    """
+    """Return log-probabilities and ranks of `tokens` `[q]`, one after each own row, by the logits alone."""
     rows = torch.arange(tokens.shape[0], device=tokens.device)
     return Scores(logprobs(columns, rows, tokens, sampler), ranks(columns, tokens))
 

@@ -35,8 +35,7 @@ class SamplingInputs:
         return self.sampling.seeds.shape[0]
 
     def of(self, block: slice) -> "SamplingInputs":
-        """Return the inputs of the requests in `block`, for logits that are adjusted already (`adjust` may be dropped).
-        """
+        """Return the inputs of the requests in `block`, for logits that are adjusted already: `adjust` is not used."""
         if self.noise is None or block.stop - block.start == self.requests:
             return self
         which = None if self.which is None else self.which[block]

@@ -190,8 +190,7 @@ def joined(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
 
 
 def first_of_nan(likely: Tensor, columns: Tensor) -> Tensor:
-    """Return `columns`, with 0, 1, 2, .. where `likely` is NaN: which columns of a NaN row a sort takes is undefined.
-    """
+    """Return `columns`, with 0, 1, 2, .. where `likely` is NaN: there the result of a sort is undefined."""
     return torch.where(likely == likely, columns, _first(likely.shape[-1], likely.device))
 
 
@@ -201,8 +200,7 @@ def _first(count: int, device: torch.device) -> Tensor:
 
 
 def least_of(values: Tensor, draw: SamplingInputs) -> Tensor | None:
-    """Return the filters' thresholds `[R n, 1]` for rows of logits `values` `[R n, v]`; None: no request has filters.
-    """
+    """Return the filters' thresholds `[R n, 1]` for logits `values` `[R n, v]`; None: no request has filters."""
     if not draw.sampling.filtered:
         return None
     parts, width = [], values.shape[1]
