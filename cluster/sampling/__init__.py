@@ -1,2 +1,1 @@
-"""The sampler: penalties and grammars, filters, keyed Gumbel noise, and the choice of tokens, also over sharded logits.
-"""
+"""The sampler: penalties and grammars, filters, keyed Gumbel noise, choice of tokens, also over sharded logits."""

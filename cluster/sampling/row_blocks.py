@@ -7,8 +7,7 @@ CACHED = 1 << 17  # the same on a CPU: about as many as fit into its caches, tem
 
 
 def blocks(count: int, each: int, device: torch.device) -> list[slice]:
-    """Return slices that cut `count` requests or rows of `each` numbers into blocks; one empty slice if `count` is 0.
-    """
+    """Return slices that cut `count` rows (or requests) of `each` numbers into blocks; one empty slice if 0."""
     size = min(BLOCK, CACHED) if device.type == "cpu" else BLOCK
     step = max(1, size // max(1, each))
     return [slice(start, min(count, start + step)) for start in range(0, max(1, count), step)]

@@ -122,8 +122,7 @@ def _drawn(values: Tensor, draws: Sequence[SamplingInputs], least: Tensor | None
 
 
 def least_kept(values: Tensor, draw: SamplingInputs) -> Tensor:
-    """Return thresholds `[R n, 1]` for logits `values` `[R n, v]`; they keep the same tokens as `filters.least_kept`.
-    """
+    """Return thresholds `[R n, 1]` for logits `values` `[R n, v]`; they keep the tokens of `filters.least_kept`."""
     sampling, wide, (rows, size) = draw.sampling, at_least_float32(values.dtype), values.shape
     least = values.new_empty(rows, 1, dtype=wide)
     given = (sampling.inverse_temperature, sampling.top_k, sampling.top_p, sampling.min_p.log())
