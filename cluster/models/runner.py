@@ -1,5 +1,4 @@
-"""Runners: a model bound to its own KV pool and attention backend. A batch has no pool, so runners cannot mix them up.
-"""
+"""A model bound to its own KV pool and attention backend. Batches carry no pool, so pools cannot be mixed up."""
 
 from dataclasses import dataclass
 from typing import Protocol

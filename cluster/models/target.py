@@ -1,5 +1,4 @@
-"""The target model, for all families: an embedding, decoder layers that may differ, a final norm, a head (may be tied).
-"""
+"""The target model of all families: an embedding, decoder layers that may differ, a final norm, a head."""
 
 from dataclasses import replace
 
