@@ -28,8 +28,7 @@ class Shards(Protocol):
         ...
 
     def spread(self, numbers: Tensor) -> Tensor:
-        """Sampling inputs (or the like) of own rows, int64 `[T, k]` -> those of all groups, `[T', k]`. Only if `wide`.
-        """
+        """Int64 numbers of own rows, `[T, k]` -> those of the rows of all groups, `[T', k]`. Only if `wide`."""
         ...
 
     def highest(self, numbers: Tensor) -> Tensor:
@@ -93,8 +92,7 @@ class TokenExchange(Protocol):
 
     @property
     def counted(self) -> bool:
-        """Whether, in this step, rows go only to the ranks of their experts (`to_experts`); else they go to all ranks.
-        """
+        """Whether rows of this step go only to the ranks of their experts (`to_experts`); else they go to all."""
         ...
 
     def to_experts(self, rows: Tensor, experts: ExpertParallelLayer, common: Tensor | None) -> Tensor:
