@@ -126,8 +126,7 @@ def qweight(files: Files, asked: StoredMatrix) -> Quantised:
 
 
 def mxfp4(files: Files, asked: StoredMatrix) -> Quantised:
-    """Read MXFP4: `_blocks` `[.., O, G, 16]`, two numbers per byte, low half first; `_scales` `[.., O, G]`, exponents.
-    """
+    """Read MXFP4: `_blocks` `[.., O, G, 16]`, two numbers a byte, low half first; `_scales` `[.., O, G]`, exponents."""
     inputs = asked.shape[-1]
     index: Index = () if asked.expert is None else (asked.expert,)
     if inputs % MX_GROUP:

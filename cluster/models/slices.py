@@ -44,8 +44,7 @@ class SliceRun(NamedTuple):
 
 
 def runs_of(shape: tuple[int, ...], index: Index, itemsize: int) -> tuple[tuple[int, ...], Iterator[SliceRun]]:
-    """Return the shape of what `index` selects of a tensor, and its runs; their `start` counts from the tensor's start.
-    """
+    """Return the shape of what `index` selects of a tensor, and its runs, whose `start` is relative to the tensor."""
     whole = (*index, *[slice(None)] * (len(shape) - len(index)))
     bounds, kept = list[tuple[int, int]](), list[int]()
     for one, size in zip(whole, shape, strict=True):

@@ -40,8 +40,7 @@ class WeightLoader:
         return self._dense(self.checkpoint.matrix(name, shape, device=self.device), self._widest)
 
     def norm(self, name: str, size: int, unit_offset: bool = False) -> Tensor:
-        """Return a norm's weight; with `unit_offset`, 1 + weight in at least float32, as half precision is too coarse.
-        """
+        """Return a norm's weight; with `unit_offset`, 1 + weight in at least float32: half precision is too coarse."""
         if not unit_offset:
             return self.take(name, size)
         weight = self.wide(name, size)

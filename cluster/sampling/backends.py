@@ -12,7 +12,7 @@ def sampler_of(kernels: Kernels) -> Sampler:
     if kernels.library is not None:
         return CSampler(kernels.library)
     if kernels.name in ("triton", "flashinfer"):
-        loaded = importlib.import_module("cluster.sampling.triton_sampler")  # the import takes a second
+        loaded = importlib.import_module("cluster.sampling.triton_sampler")  # takes a second
         sampler: Sampler = loaded.TritonChooser()
         return sampler
     return TORCH
