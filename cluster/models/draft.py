@@ -131,15 +131,11 @@ class DraftModel(ABC):
 
     @abstractmethod
     def forward(self, token_ids: Tensor, positions: Tensor, hidden: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-        """Rows at `positions`, each with the token after it and its hidden -> (input of the head, recurrent hidden),
-        `[T, H]` each.
-        """
+        """Rows, with the token after each and its hidden -> (input of the head, recurrent hidden), `[T, H]` each."""
 
     @property
     def ops(self) -> tuple[tuple[str, ...], tuple[str, ...], int, int]:
-        """Return the exchange calls of a forward and of the head, in order, then H and the width of this shard's
-        logits.
-        """
+        """Return the exchange calls of a forward and of the head, in order; H; the width of this shard's logits."""
         assert self._head is not None
         forward = ("embed", *(op for layer in self._layers for op in layer.ops))
         return forward, ("head",), self.spec.hidden, self._head.columns

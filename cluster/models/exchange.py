@@ -45,9 +45,7 @@ class Shards(Protocol):
 
 
 class ExpertRouting(NamedTuple):
-    """The k experts of each of T rows: their `weights`, their ids `experts`, and the shards of experts (`parts`) that
-    hold them, `[T, k]` each.
-    """
+    """The k experts of each of T rows: `weights`, ids `experts`, the `parts` that hold them, `[T, k]` each."""
 
     weights: Tensor
     experts: Tensor

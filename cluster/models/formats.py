@@ -63,7 +63,7 @@ def float8(files: Files, asked: StoredMatrix) -> Quantised:
 
 
 def int8(files: Files, asked: StoredMatrix) -> Quantised:
-    """Read the format int-quantized of compressed-tensors: int8 codes, one to a byte."""
+    """Read compressed-tensors' int-quantized: int8 codes, one to a byte."""
     files.entry(asked.stored, asked.shape)
     codes = _from_zero(_part(files, asked))
     scales, group = beside(files, asked, _scales(files, asked, f"{asked.stored}_scale"))
@@ -74,9 +74,7 @@ def int8(files: Files, asked: StoredMatrix) -> Quantised:
 
 
 def compressed(files: Files, asked: StoredMatrix) -> Quantised:
-    """Read the format pack-quantized of compressed-tensors: an int32 packs codes of neighbouring inputs, and zeros of
-    neighbouring outputs.
-    """
+    """Read compressed-tensors' pack-quantized: an int32 packs codes of neighbouring inputs, or zeros of outputs."""
     name, (outputs, inputs) = f"{asked.stem}.weight_packed", asked.shape
     bits = _bits(files, asked, name, 1)
     files.entry(name, (outputs, -(-inputs * bits // 32)))

@@ -30,9 +30,7 @@ class AttentionBackend(Attend, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TargetRunner:
-    """The target with its pool. Forwards return aux hidden states at `boundaries`, which the draft needs; `watch` times
-    them.
-    """
+    """The target with its pool. Forwards return aux hidden states at `boundaries`; `watch` measures their time."""
 
     model: DecoderTarget
     pool: KVPool
@@ -59,7 +57,7 @@ class TargetRunner:
 
 @dataclass(frozen=True, slots=True)
 class DraftRunner:
-    """One member of `draft_runner_list`: a draft model with its own pool; `watch` times its forwards."""
+    """One member of `draft_runner_list`: a draft model with its own pool; `watch` measures its time."""
 
     model: DraftModel
     pool: KVPool

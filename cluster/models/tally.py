@@ -9,9 +9,7 @@ from cluster.kernels.quantised import Quantised
 
 @dataclass(slots=True)
 class QuantisationTally:
-    """Counts by kind of weights that stay packed and of weights that were dequantised. The packed ones hold `numbers`
-    values in `nbytes` bytes.
-    """
+    """Counts, by kind, of packed and of dequantised weights. The packed ones hold `numbers` values in `nbytes`."""
 
     packed: Counter[str] = field(default_factory=Counter)
     dequantised: Counter[str] = field(default_factory=Counter)

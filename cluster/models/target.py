@@ -43,9 +43,7 @@ class DecoderTarget:
 
     @property
     def ops(self) -> tuple[tuple[str, ...], tuple[str, ...], int, int]:
-        """Return the exchange calls of a forward and of the head, in order, then H and the width of this shard's
-        logits.
-        """
+        """Return the exchange calls of a forward and of the head, in order; H; the width of this shard's logits."""
         forward = ("embed", *(op for layer in self._layers for op in layer.ops))
         return forward, ("head",), self.arch.hidden, self._head.columns
 
@@ -73,7 +71,7 @@ class DecoderTarget:
         if self.arch.query_scaling is not None:
             attend = GrownQueries(attend, positions, *self.arch.query_scaling)
         aux: list[Tensor] = []
-        # The residual stream is `hidden` + `more`; `add_norm` adds them up and norms the sum in one kernel.
+        # The residual stream is `hidden` + `more`: the addition is left to `add_norm`, one kernel for sum and norm.
         more: Tensor | None = None
         for index, layer in enumerate(self._layers):
             hidden, normed = self._kernels.add_norm(hidden, more, layer.input_norm, layer.eps)
@@ -108,7 +106,7 @@ def read_embed_and_head(folder: str, arch: TargetArch, context: ModelContext) ->
 
 
 def _head(load: Loader, arch: TargetArch, embed: Embedding) -> Head:
-    """Return the checkpoint's own head if it has one, even if the config ties the head to the embedding; else that."""
+    """Return the checkpoint's own head if it has one, even if the config ties it; else one tied to the embedding."""
     if arch.tied and not load.checkpoint.holds("lm_head.weight"):
         return tied_head(embed, arch.vocab_size, load.kernels)
     return load_head(load, "lm_head.weight", arch.vocab_size, arch.hidden)

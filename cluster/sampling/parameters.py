@@ -48,9 +48,7 @@ class SamplingTable:
         self._ints.index_copy_(0, rows, sent["sampling ints"].view(-1, 2))
 
     def take(self, rows: Tensor, noisy: bool, filtered: bool) -> SamplingBatch:
-        """Return the parameters of table rows `rows` `[B]`; `noisy`: some request samples, `filtered`: some has a
-        filter.
-        """
+        """Return the parameters of table rows `rows` `[B]`; `noisy` and `filtered` as in `SamplingBatch`."""
         inverse, scale, top_p, min_p = self._floats.index_select(0, rows).unbind(1)
         top_k, seeds = self._ints.index_select(0, rows).unbind(1)
         return SamplingBatch(inverse, scale, top_k, top_p, min_p, seeds, noisy, filtered)

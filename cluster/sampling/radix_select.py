@@ -47,9 +47,7 @@ class SortedSelect:
 
 
 class Digit(NamedTuple):
-    """One round of the search in `width`-bit numbers: bits `low` to `high - 1`, of numbers whose higher bits are
-    `found` `[B, 1]`.
-    """
+    """One round: bits `low` to `high - 1` of `width`-bit numbers whose higher bits are `found` `[B, 1]`."""
 
     width: int
     high: int
@@ -63,9 +61,7 @@ class Digit(NamedTuple):
 
 
 def histogram_(bins: Tensor, numbers: Tensor, place: Digit, weights: Tensor | None = None) -> Tensor:
-    """Fill `bins` `[B, >= place.bins]` with the histogram of `numbers` `[B, V]` by their digit at `place`: the sum of
-    weights per digit. Return `bins`.
-    """
+    """Return `bins` `[B, >= place.bins]`, filled with the sum of weights of `numbers` `[B, V]` per digit at `place`."""
     digits, kind = numbers >> place.low, bins.dtype
     if place.high == place.width:
         digits.add_(place.bins >> 1)  # the top digit is signed: shift it to 0 and above

@@ -57,9 +57,7 @@ class SamplingInputs:
 
 @dataclass(frozen=True, slots=True)
 class PhaseSampling:
-    """Sampling inputs of requests in one step, before rows are known. `noise` covers all positions that a request's
-    next tokens may have.
-    """
+    """Sampling inputs of requests for a whole step; `noise` covers all positions that their next tokens may have."""
 
     sampling: SamplingBatch
     noise: Noise | None

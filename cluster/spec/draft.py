@@ -31,9 +31,7 @@ class Draft(Protocol):
     """The draft phase and the extend phase of a step."""
 
     def draft(self, batch: Batch, carried: EagleDraftInput, drawing: PhaseSampling, shape: TreeShape) -> DraftTree:
-        """Return trees of `shape` for the R decoding requests. The root is the bonus at seq_len, its children are at
-        seq_len + 1.
-        """
+        """Return trees of `shape` for the R decoding requests; the root (the bonus) is at position seq_len."""
         ...
 
     def extend(

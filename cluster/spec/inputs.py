@@ -83,9 +83,7 @@ class EagleDraftExtendInput:
 
     @staticmethod
     def hidden_size_for(draft: DraftSpec | None) -> int:
-        """Return A: `num_aux * target_hidden` if the draft uses aux hidden states, else the target's width; 0 without a
-        draft.
-        """
+        """Return A: `num_aux * target_hidden` with aux hidden states, else the target's width; 0 without a draft."""
         return 0 if draft is None else draft.fc_in
 
     @staticmethod

@@ -73,7 +73,5 @@ class Ancestry:
 
 
 def after(rows: Tensor, parent: Tensor | None) -> Tensor:
-    """Return for each row of a level its parent's entry of `rows` `[R, K, ..]`, which belong to the level before;
-    `rows` as they are if `parent` is None.
-    """
+    """Return each row's parent entry of `rows` `[R, K, ..]` of the level before; `parent` None: `rows` as they are."""
     return rows if parent is None else rows.gather(1, parent[..., None].expand_as(rows))

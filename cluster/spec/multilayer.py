@@ -114,9 +114,7 @@ class MultiLayerDraft:
 
 
 class _OneEach:
-    """`Levels` by one runner each, which runs the rows of all levels so far on the hidden that the runner before passed
-    on.
-    """
+    """`Levels` with a runner per level; each runs the rows of all levels so far."""
 
     def __init__(self, draft: MultiLayerDraft, batch: Batch, carried: EagleDraftInput, shape: TreeShape) -> None:
         self._draft, self._batch, self._ancestry = draft, batch, Ancestry(carried, shape)

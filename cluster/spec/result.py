@@ -125,9 +125,7 @@ class StepOutput:
         logprobs: Logprobs | None,
         phases: PhaseTimes,
     ) -> "StepOutput":
-        """Pack the results. `scores` `[R, S + 1]` are the scores of the accepted tokens; `prompts` are `first` `[F]`
-        and `sound` `[c]`.
-        """
+        """Pack the results. `scores` `[R, S + 1]` are those of `accepted.tokens`; `prompts` is (`first`, `sound`)."""
         first, sound = prompts
         # x - x is 0 for finite x and NaN otherwise; the running product stops counting at the first score that is not.
         finite = (scores - scores == 0).cumprod(1).sum(1, keepdim=True)

@@ -176,9 +176,7 @@ class Step:
 
 
 def _sound(prompt: PromptBatch, hidden: Tensor, won: Tensor) -> Tensor:
-    """Return `[c]`: whether each prompt row `hidden` `[c, H]` is finite, and at the end of a prompt also its score in
-    `won` `[F]`.
-    """
+    """Return `[c]`: whether `hidden` `[c, H]` of each prompt row, and `won` `[F]` at ends of prompts, are finite."""
     if not hidden.shape[0]:
         return prompt.token_ids.bool()
     sound = hidden.isfinite().all(-1)

@@ -84,9 +84,7 @@ def clean(log_probabilities: Tensor) -> Tensor:
 
 
 class Growth(Protocol):
-    """A growing tree as in EAGLE-2: the K best candidates of each level by cumulative score become the rows of the
-    next.
-    """
+    """A growing tree as in EAGLE-2: the K candidates of a level with the best scores are the rows of the next."""
 
     def add(self, proposed: Tensor, likely: Tensor) -> None:
         """Add a level: the K proposals after each of its K rows, and their log-probabilities, `[R, K, K]` each."""
