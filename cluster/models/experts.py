@@ -112,8 +112,7 @@ class Experts:
     def run(self, rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """Run each expert of this rank once, on the rows that chose it; return their weighted sum, `[T, H]`.
 
-        `weights` and ids `experts` are `[T, k]`. The terms of a row are added in order of expert ids, so that results
-        do not depend on the batch.
+        `weights` and ids `experts` are `[T, k]`. The terms of a row are added in order of expert ids.
         """
         if self.held is None:
             groups = self.kernels.group(experts, self.gate.moe.experts)

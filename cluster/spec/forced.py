@@ -16,8 +16,8 @@ from cluster.spec.tree import DraftTree, ancestors_of
 def forced_into(tree: DraftTree, shape: TreeShape, adjust: LogitsProcessor) -> DraftTree:
     """Return trees `[R, N + F]`: the drafted trees `[R, N]`, and up to F forced nodes in each; the rest is padding.
 
-    Forced tokens after the deepest nodes are added first: up to there the draft chose how the text is cut into tokens,
-    as the target would; and what follows the root is drafted already, as far as the draft goes.
+    Forced tokens are added after the deepest nodes first. A text can be cut into tokens in several ways, and on the way
+    to a deep node the draft has cut it as the target would. After the root, forced tokens are mostly drafted already.
     """
     if adjust.grammars is None:
         return tree

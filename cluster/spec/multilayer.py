@@ -1,11 +1,12 @@
 """A draft of several layers, each a runner of its own: runner i drafts level i (MTP; upstream: SGLang #22954).
 
 The label of a row is its position. Runner i's row at label q reads the embedding of token q + 1, and the hidden that
-runner i - 1 passed on at label q - 1. A runner passes on its output if the format is `chained`, else its input; then
-runner i reads the target's hidden at q - i. In training, such a row of layer i has position q - i; the shift by i makes
-all runners read the same token at the same label, so that they share slots. Hence runner i has no rows at labels below
-i, and masks them. What a runner passes on is kept by slot beside its pool, so that chunked prefill, cached prefixes and
-retraction need nothing more.
+runner i - 1 passed on at label q - 1. If the format is `chained`, a runner passes on its output; else it passes on its
+input, so that runner i reads the target's hidden at q - i.
+
+In training, this row of layer i has position q - i. Here it is shifted by i, so that all runners read the same token at
+the same label and share slots. Hence runner i has no rows at labels below i, and masks them. The hidden that a runner
+passes on is kept by slot beside its pool; chunked prefill, cached prefixes and retraction need no other state.
 
 Legend: R requests, K topk, S depth, H draft width, T rows.
 """

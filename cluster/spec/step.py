@@ -97,9 +97,9 @@ class Step:
             if first.shape[0]:
                 final.adjust.commit(first[:, None], torch.ones_like(first))
         carried = self._draft.extend(batch, accepted, aux or [hidden], self._next(drawing, accepted), shape)
-        # New lengths: seq_len + accept_len of a decoding request, the length of the prompt of a finished prompt. The
-        # bonus is not counted: its KV is written by the next step.
         self.carried.put(batch.rows, carried)
+        # New lengths: seq_len + accept_len of a decoding request, the prompt length of a finished prompt. The bonus is
+        # not counted: the next step writes its KV.
         self._table.commit(batch.rows, with_prompts(batch.seq_lens + accepted.accept_len, batch.prompt.final_lens))
         # Node j of request i is row i N + j of the logits; log-probabilities are reported along the accepted path.
         asked = None
