@@ -16,8 +16,7 @@ from cluster.models.exchange import TokenExchange
 
 
 class Attend(Protocol):
-    """Writes the new k and v of a layer to the pool, then attends: q `[T, nh, d]`, kv `[T, 2, nkv, d]` -> `[T, nh *
-    d]`.
+    """Writes a layer's new k and v to the pool, then attends: q `[T, nh, d]`, kv `[T, 2, nkv, d]` -> `[T, nh * d]`.
 
     A latent layer passes kv `[T, 1, 1, d]`; its values are the first `kv_rank` of these d numbers. `sinks` `[nh]` are
     extra logits in each head's softmax that have no value.

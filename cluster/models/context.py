@@ -37,8 +37,7 @@ class Sharding(NamedTuple):
     def shared(self) -> Shard:
         """Return the shard of the columns of a shared expert, an MLP that every token takes.
 
-        If expert-parallel, rows travel to experts, but the shared expert runs where its rows are: in the attention
-        group.
+        If expert-parallel, rows travel to the other experts, but the shared one runs in the rows' attention group.
         """
         return self.attention if self.apart else self.mlp
 

@@ -1,5 +1,4 @@
-"""The base class of draft models: layers that may read the embedding again, a vocabulary map, embedding and head (own
-or the target's).
+"""The base class of draft models: layers that may read the embedding again, vocabulary map, embedding, head.
 
 There are two entry points. `fuse_aux` turns the target's hidden states into the draft's hidden; `forward` runs the
 layers on that. Callers choose between them explicitly, never by the width of a tensor.
@@ -177,8 +176,7 @@ class DraftModel(ABC):
 
 
 def vocabulary_map(spec: DraftSpec, checkpoint: Checkpoint, device: torch.device) -> Tensor:
-    """Return the map draft id -> target id, `[Vd]` int64: the spec's `token_map`, else the checkpoint's `d2t`, else the
-    identity.
+    """Return the map draft id -> target id, int64 `[Vd]`: the spec's `token_map`, the checkpoint's `d2t`, or identity.
 
     On disk `d2t` holds offsets: target id = draft id + d2t[draft id]. `t2d`, if present, must agree with it.
 

@@ -1,5 +1,4 @@
-"""Drafts with a layer `fc` that joins embedding and hidden state in every forward: EAGLE-1/2, Mistral EAGLE, MTP
-layers.
+"""Drafts whose layer `fc` joins embedding and hidden in every forward: EAGLE-1/2, Mistral EAGLE, MTP layers.
 
 Sources: arXiv 2401.15077 and SGLang #4247 (EAGLE-1), SGLang #24058 (Mistral), DeepSeek-V3's report 2.2 (MTP).
 """

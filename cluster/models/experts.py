@@ -64,8 +64,7 @@ class Experts:
     """E gated MLPs: `gate_up` `[E, H, 2 I]`, `down` `[E, I, H]`, biases `[E, 2 I]` and `[E, H]`.
 
     `shared` is an MLP that every token takes; `shared_gate` `[H, 1]` is replicated and multiplies its partial sum on
-    each rank. `held` None: all experts are here, and `shared` is sharded as they are; else `shared` is sharded as
-    attention.
+    each rank. `held` None: all experts are here, and `shared` is sharded like them; else like attention.
     """
 
     kernels: Kernels

@@ -1,7 +1,6 @@
 """Readers of the formats of quantised matrices: each returns the requested slice as a `Quantised`.
 
-Formats are recognised by the names, dtypes and shapes of tensors. Shape legend: O outputs, I inputs, G groups of
-inputs.
+Formats are recognised by names, dtypes and shapes of tensors. Shape legend: O outputs, I inputs, G groups of inputs.
 """
 
 from collections.abc import Callable

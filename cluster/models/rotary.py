@@ -20,8 +20,7 @@ def frequencies(rope: Rope, dim: int) -> Tensor:
 
     llama3 as in the Llama 3.1 release: frequencies of long wavelengths are divided by `factor`; the band between the
     two frequency factors is blended. YaRN (arXiv 2309.00071): the band lies between the dimensions that turn
-    `beta_fast` and `beta_slow` times over the original length. Dynamic scaling changes nothing at positions below its
-    length.
+    `beta_fast` and `beta_slow` times over the original length. Dynamic scaling starts at its length.
     """
     inverse = 1.0 / rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     if rope.llama3 is not None:
@@ -109,8 +108,7 @@ class RotaryTable:
 def half_split(weight: Tensor, heads: int, rotated: int | None = None) -> Tensor:
     """Permute weight rows `[n * d, ..]` of `heads` heads from rope over neighbouring pairs to the half-split layout.
 
-    Only the last `rotated` rows of each head are permuted; None: all. Attention scores do not change, because q and k
-    are permuted alike.
+    Only the last `rotated` rows of each head are permuted; None: all. As q and k are permuted alike, scores stay equal.
     """
     # Of the rotated rows: (0, 1, 2, 3, ..) -> (0, 2, 4, .., 1, 3, 5, ..).
     split = weight.view(heads, -1, *weight.shape[1:])

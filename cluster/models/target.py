@@ -59,8 +59,7 @@ class DecoderTarget:
     def forward(
         self, token_ids: Tensor, positions: Tensor, attend: Attend, boundaries: tuple[int, ...]
     ) -> tuple[Tensor, list[Tensor]]:
-        """Rows `[T]` -> post-norm hidden `[T, H]`, and the residual stream (aux hidden) at each boundary, `[T, H]`
-        each.
+        """Rows `[T]` -> post-norm hidden, and the residual stream (aux hidden) at each boundary, `[T, H]` each.
 
         Boundary i is the input of layer i; boundary `num_layers` is the output of the last layer.
         """

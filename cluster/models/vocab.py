@@ -44,8 +44,7 @@ class ShardedLogits:
     """The logits of a head on one rank: `values` `[T', v]` for the columns `start` to `start + v - 1` of `vocab`.
 
     Columns beyond the vocabulary are -inf, so that they are never chosen. This rank's own rows begin at row `first`;
-    the others belong to other groups. `shards` connects to the ranks with the other columns; None: `values` has all
-    columns, of own rows.
+    the others belong to other groups. `shards` connects to the ranks with other columns; None: all columns are here.
     """
 
     values: Tensor

@@ -123,9 +123,8 @@ class GrammarPosition:
 class GrammarTable:
     """The positions of running requests in their grammars, by table row.
 
-    If a grammar fails, the request's logits become NaN, so that it ends with an error, alone. If a grammar takes too
-    long, the request is `slow`: nothing changes here, and the leader of its group should end it, because ranks measure
-    different times.
+    If a grammar fails, the request's logits become NaN, so that only this request ends, with an error. If a grammar
+    takes too long, the request is `slow`. Then the leader of its group should end it; ranks measure different times.
     """
 
     def __init__(self, vocab: int, make: Make, bars: Bars) -> None:

@@ -18,10 +18,9 @@ class ThresholdSearch(Protocol):
     """Searches the rows of integers `[B, V]`."""
 
     def least(self, needed: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return `[B, 1]`: the largest number x of each row so that the `weights` of all numbers >= x sum to at least
-        `needed` `[B, 1]`.
+        """Return `[B, 1]`: the largest x of each row so that the `weights` of numbers >= x sum to at least `needed`.
 
-        `weights` `[B, V]` are int64, not negative; None: each is 1. `needed` is between 1 and their sum.
+        `weights` `[B, V]` are int64, not negative; None: each is 1. `needed` `[B, 1]` is between 1 and their sum.
         """
         ...
 

@@ -28,8 +28,7 @@ def adjusted(
 
     - No request of the step has penalties or a grammar: `columns` as they are, None.
     - Only grammars change logits, and the sampler can apply token bitmasks as it reads the logits: `columns` as they
-      are, masks `[T, words]`. Writing adjusted logits of 262,144 columns would take longer than all other grammar work
-      of a step.
+      are, masks `[T, words]`. Writing adjusted logits of 262,144 columns takes longer than all else that grammars cost.
     - Otherwise: all columns of own rows, adjusted; None.
 
     `ids` `[V]` are the token ids of the columns, if these are not the vocabulary in its order.

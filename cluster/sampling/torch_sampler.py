@@ -1,5 +1,4 @@
-"""The `Sampler` protocol, which finds the best tokens of rows of logits that a rank holds, and its torch
-implementation.
+"""The `Sampler` protocol (find the best tokens of rows of logits that a rank holds), and its torch implementation.
 
 Rows are processed in blocks of a bounded number of logits, so that no temporary has the size of all rows times the
 vocabulary. Legend: R requests, n rows of each, T rows, V token ids, v columns on this rank.
@@ -28,9 +27,9 @@ class Sampler(Protocol):
     """Finds the best columns of rows of logits `values` `[T, v]`, by scores in float32 at least.
 
     `draws` are the sampling inputs of the T rows, in order; without them the scores are the logits. `least` `[T, 1]`
-    are the lowest tempered logits that filters keep, given if this rank cannot compute them alone. `masks` `[T,
-    words]`, int32 with a bit for each column, are token bitmasks of grammars: the result is the same as for logits to
-    which `barred` applied them. With masks, no request has filters.
+    are the lowest tempered logits that filters keep, given if this rank cannot compute them alone. `masks` are token
+    bitmasks of grammars, int32 `[T, words]` with a bit for each column: the result is the same as for logits to which
+    `barred` applied them. With masks, no request has filters.
     """
 
     def noise(self, seeds: Tensor, first: Tensor, count: int, hashes: Tensor, dtype: torch.dtype) -> Noise:
@@ -120,8 +119,7 @@ TORCH = TorchSampler()
 def scored(
     logits: Tensor, sampling: SamplingBatch, noise: Noise, which: Tensor | None = None, least: Tensor | None = None
 ) -> Tensor:
-    """Return the scores `[R, n, v]` of `logits`, which the chosen token maximises: filtered, tempered logits plus
-    noise.
+    """Return the scores `[R, n, v]`, which the chosen token maximises: filtered, tempered logits plus noise.
 
     `which` as in `SamplingInputs`. `least` `[R, n, 1]` are the filters' thresholds; None: they are computed here, which
     needs all columns of a row.

@@ -1,5 +1,4 @@
-"""The tensors that speculation carries from phase to phase, and the only place that says how wide they are (upstream:
-SGLang #25013).
+"""The tensors that speculation carries between phases, and the only source of their widths (upstream: SGLang #25013).
 
 Legend: B requests, K topk, H the draft's recurrent width, A the width of the target's hidden that extend reads.
 """
@@ -20,8 +19,7 @@ class EagleDraftInput:
     """What B requests carry from the extend phase of one step to the draft phase of the next ("carriers").
 
     `topk_index` `[B, K]` are the proposals for the position after the bonus, as target token ids; `topk_logprobs`
-    `[B, K]` their log-probabilities; `hidden` `[B, H]` the draft's recurrent hidden; `bonus` `[B]` the last token that
-    the target chose.
+    `[B, K]` their log-probabilities; `hidden` `[B, H]` the draft's recurrent hidden; `bonus` `[B]` the bonus token.
     """
 
     topk_logprobs: Tensor

@@ -39,11 +39,9 @@ def kept_bytes(runners: int, hidden: int, dtype: torch.dtype) -> int:
 
 
 class MultiLayerDraft:
-    """Drafts with a list of runners. At level l, runner l runs the rows of levels 1 to l, so that its own KV pool has
-    them all.
+    """Drafts with a list of runners. At level l, runner l runs the rows of levels 1 to l, so its own pool has them all.
 
-    Runners use the target's slot numbers. Each has its own pool, and a buffer `_gave` `[slots, H]` of the hidden that
-    it passed on.
+    Runners use the target's slot numbers. Each has its own pool, and a buffer `_gave` `[slots, H]`: what it passed on.
     """
 
     def __init__(

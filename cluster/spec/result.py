@@ -50,8 +50,7 @@ class Trees:
     def read(self, request: int, tokens: list[int], drafted: int) -> StepTree:
         """Return the tree of decoding request number `request`, in which the step committed `tokens`.
 
-        The first `drafted` nodes are the root and the draft's; further ones were forced by a grammar. Padding nodes are
-        left out.
+        The first `drafted` nodes are the root and the draft's; others are forced by a grammar. Padding is left out.
         """
         numbers: list[int] = self.packed[request].tolist()
         ids, parents, path = numbers[: self.nodes], numbers[self.nodes : 2 * self.nodes], numbers[2 * self.nodes :]
@@ -76,8 +75,7 @@ class StepDecisions:
       the end of a prompt, also the score of `first`.
     - `logprobs`: of all T tokens, if requested. `scores`: of the tokens after those prompt rows that are scored.
     - `seconds`: the duration of each phase.
-    - `drawn`: a checksum of the sampling inputs, where ranks choose tokens together: their tokens are equal even if
-      these inputs differ.
+    - `drawn`: a checksum of sampling inputs, where ranks choose together: tokens are equal even if inputs differ.
     - `trees`: if a request asked for its trees.
     - `nodes`: the number of nodes of each tree, without root and padding; None if no tree has padding.
     """

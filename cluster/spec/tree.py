@@ -47,8 +47,7 @@ class DraftTree:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Proposals of all levels: `tokens`, `scores` (cumulative) and `parents` `[R, C]`; `depths` `[C]`, at most
-    `deepest`.
+    """Proposals of all levels: `tokens`, cumulative `scores` and `parents` `[R, C]`; `depths` `[C]`, up to `deepest`.
 
     `parents` are candidate numbers, -1 for the root.
     """

@@ -1,7 +1,6 @@
 """Trees by Triton kernels, for GPUs: one launch for each level, two for the tree, one for its accepted path.
 
-Results must equal those of `TorchGrowth` and `verify.accept`. Among equal scores the first candidate is kept; torch may
-keep any.
+Results must equal those of `TorchGrowth` and `verify.accept`. Of equal scores the first is kept; torch may keep any.
 Legend: R requests, K topk, N nodes, C candidates.
 """
 
