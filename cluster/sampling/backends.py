@@ -1,4 +1,4 @@
-"""Which chooser goes with which kernels."""
+"""Which sampler goes with which kernels."""
 
 import importlib
 
@@ -8,7 +8,7 @@ from cluster.sampling.torch_sampler import TORCH, Sampler
 
 
 def sampler_of(kernels: Kernels) -> Sampler:
-    """The one that computes as `kernels` do."""
+    """Return the sampler that goes with `kernels`: in C, by Triton, or by torch."""
     if kernels.library is not None:
         return CSampler(kernels.library)
     if kernels.name in ("triton", "flashinfer"):

@@ -1,4 +1,4 @@
-"""What of a step goes with which kernels: how trees grow, and how their paths are accepted."""
+"""Which implementation grows trees and accepts paths, for each kind of kernels."""
 
 import importlib
 from typing import NamedTuple
@@ -10,17 +10,17 @@ from cluster.spec.verify import Accept, accept
 
 
 class TreeBackend(NamedTuple):
-    """How trees are grown and accepted."""
+    """The implementations that grow trees and accept paths."""
 
     sprout: Sprout
     accept: Accept
 
 
 def tree_backend_of(kernels: Kernels) -> TreeBackend:
-    """The one that computes as `kernels` do."""
+    """Return the implementations that go with `kernels`: in C, by Triton, or by torch."""
     if kernels.library is not None:
         return TreeBackend(TorchGrowth, CAccept(kernels.library))
     if kernels.name in ("triton", "flashinfer"):
-        loaded = importlib.import_module("cluster.spec.triton_tree")  # takes a second
+        loaded = importlib.import_module("cluster.spec.triton_tree")  # the import takes a second
         return TreeBackend(loaded.TritonGrowth, loaded.accept)
     return TreeBackend(TorchGrowth, accept)
