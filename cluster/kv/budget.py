@@ -16,8 +16,8 @@ CPU_FRACTION = 0.3  # default share for KV of the memory that is free on a CPU a
 GB = 1e9
 # Reserve, as shares of the measured workspace and of the device: a later step may fragment the allocator's blocks more.
 SPARE = 0.1, 0.01
-# Share of the reserve that a configured size may use. A restart configured with the size that the first start found must
-# pass, though it measures slightly less free memory.
+# Share of the reserve that a configured size may use. A restart configured with the size that the first start found
+# must pass, though it measures slightly less free memory.
 RESTART = 0.5
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -108,7 +108,7 @@ def kv_capacity(
 
 
 def _most(config: EngineConfig, context_length: int, window: int) -> tuple[int, str]:
-    """Return the tokens of all running requests at full context, each rounded up to whole pages, and a text saying so."""
+    """Return the tokens of all running requests at full context, each rounded up to whole pages, and a text for it."""
     size, requests = config.page_size, config.max_running_requests
     most = requests * -(-(context_length + window) // size) * size
     return most, f"{requests} requests at the full context of {context_length} tokens need no more"
@@ -122,7 +122,7 @@ def _of_device(config: EngineConfig, needs: Needs, token_bytes: int, context_len
     """
     most, enough = _most(config, context_length, window)
     left = max(0, needs.left // token_bytes - config.page_size)
-    sure = left - -(-left // 100)  # advised size, 1 % below `left`: the next start may measure slightly less free memory
+    sure = left - -(-left // 100)  # size to advise, 1 % below `left`: the next start may find slightly less free memory
     fits = max(0, int(needs.left + RESTART * needs.spare) // token_bytes - config.page_size)
     if config.max_total_tokens is not None:
         if config.max_total_tokens > fits:

@@ -35,9 +35,9 @@ class Next(NamedTuple):
 class Lease:
     """Pages of one running request, in token order: `len(locked)` tree pages, then `own` pages.
 
-    `cached`: tokens found in the cache when the lease was opened. `source`: a node whose cells the next step copies into
-    the first own page; it is locked until then. The first `committed` of the request's `tokens` have their KV cells. A
-    lease reads and shares only pages of its own `salt`.
+    `cached`: tokens found in the cache when the lease was opened. `source`: a node whose cells the next step copies
+    into the first own page; it is locked until then. The first `committed` of the request's `tokens` have their KV
+    cells. A lease reads and shares only pages of its own `salt`.
     """
 
     row: int
@@ -59,7 +59,7 @@ class KVCache:
     """Pages, page table and radix tree of one rank. It holds indices only; the KV tensors are in the runners' pools."""
 
     def __init__(self, pages: int, table: PageTable, radix: bool) -> None:
-        """Manage `pages` pages for up to `table.idle_row` running requests. Without `radix`, requests share no pages."""
+        """Manage `pages` pages for `table.idle_row` running requests at most. Without `radix` requests share no pages."""
         self.page_size, self.table = table.page_size, table
         self._allocator = PageAllocator(pages)
         self._tree = RadixTree(table.page_size)
@@ -112,9 +112,9 @@ class KVCache:
     ) -> Lease | None:
         """Return a lease for a request with the known `tokens`, with pages for its first `reach` tokens.
 
-        Locks the longest prefix cached under `salt`, which leaves at least one token to compute, and takes pages for the
-        rest. If another page already holds the first cells of the first new page, the next step copies them, unless that
-        page must be evicted. `most` limits the cached tokens used, to whole pages, and excludes such copies.
+        Locks the longest prefix cached under `salt`, which leaves at least one token to compute, and takes pages for
+        the rest. If another page already holds the first cells of the first new page, the next step copies them, unless
+        that page must be evicted. `most` limits the cached tokens used, to whole pages, and excludes such copies.
 
         Returns None, and changes no page, if rows or pages are too few, or if fewer than `spare` pages would stay free
         or evictable.
@@ -236,7 +236,7 @@ class KVCache:
         return surplus, [first + at for at in swapped]
 
     def _shared_cells(self, lease: Lease, tokens: Sequence[int]) -> tuple[int, int] | None:
-        """Return the page that already holds most of the cells of the lease's first own page, and how many; None if none.
+        """Return the page that already holds most cells of the lease's first own page, and their number; None if none.
 
         It is a page of the tree, which this call locks as the lease's `source`, or an own page of a running request.
         The latter needs no lock: if its owner ends, copies still run before any later step writes to the page.
