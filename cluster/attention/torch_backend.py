@@ -1,4 +1,5 @@
-"""The attention primitive in plain torch: the reference for all other backends, and the fallback where none is built.
+"""The attention primitive in plain torch: the reference for all other backends, and the fallback where none is
+available.
 
 A cell that a row may not see never affects the row, not even with NaN: memory of other requests is never read
 (`RequestCells`), and k and v that are not finite never enter the pool (`kept_out`).
@@ -127,7 +128,8 @@ def for_heads(part: AttentionCall, bias: Tensor | None, repeat: int) -> Tensor |
 
 
 def sink_column(sinks: Tensor, q: Tensor) -> Tensor:
-    """Expand the sink logits `[nkv, rep]` to a column `[R, nkv, rep * n, 1]` for the rows of q `[R, nkv, rep * n, d]`."""
+    """Expand the sink logits `[nkv, rep]` to a column `[R, nkv, rep * n, 1]` for the rows of q `[R, nkv, rep * n, d]`.
+    """
     column = sinks.repeat_interleave(q.shape[2] // sinks.shape[1], 1)[None, ..., None]
     return column.to(q.dtype).expand(q.shape[0], -1, -1, 1)
 
