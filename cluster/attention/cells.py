@@ -28,8 +28,7 @@ which costs less than separate matrix products."""
 
 
 class CellPiece(NamedTuple):
-    """`length` cells of each of R requests in order of position: a slice of the pool (R = 1), or slots `[R * length]`.
-    """
+    """`length` cells of each of R requests in order of position: a slice of the pool (R = 1), or slots `[R * length]`."""
 
     read: slice | Tensor
     length: int

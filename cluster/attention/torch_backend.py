@@ -128,8 +128,7 @@ def for_heads(part: AttentionCall, bias: Tensor | None, repeat: int) -> Tensor |
 
 
 def sink_column(sinks: Tensor, q: Tensor) -> Tensor:
-    """Expand the sink logits `[nkv, rep]` to a column `[R, nkv, rep * n, 1]` for the rows of q `[R, nkv, rep * n, d]`.
-    """
+    """Expand the sink logits `[nkv, rep]` to a column `[R, nkv, rep * n, 1]` for the rows of q `[R, nkv, rep * n, d]`."""
     column = sinks.repeat_interleave(q.shape[2] // sinks.shape[1], 1)[None, ..., None]
     return column.to(q.dtype).expand(q.shape[0], -1, -1, 1)
 

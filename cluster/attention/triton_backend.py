@@ -123,7 +123,8 @@ class TritonAttention:
         requests, (_, each, words) = tree.rows.shape[0], bits.shape
         # After `before`, little more than the window is left. It is short, and its masks take registers: fewer lines.
         blocks = self._blocks(each, most=128 if before is None else 32)
-        tasks = requests * -(-each * self._heads // self._kv_heads // blocks.lines)  # ceil(rows * rep / lines) a request
+        # A request has ceil(each * rep / lines) tasks, with rep query heads for each KV head.
+        tasks = requests * -(-each * self._heads // self._kv_heads // blocks.lines)
         splits = 1 if before is not None else self._splits(tasks * self._kv_heads)
         partials, until = None, None if before is None else before.until
         q, _, pages, bad, sinks, out = given
@@ -226,8 +227,7 @@ def blocks_of(pool: KVPool, value_dim: int, lines: int, text: bool) -> Blocks:
 
 
 def processors_of(device: torch.device) -> int:
-    """Return how many processors attention should keep busy: the GPU's multiprocessors, or a constant when interpreted.
-    """
+    """Return how many processors attention should keep busy: the GPU's multiprocessors, or a constant when interpreted."""
     if device.type != "cuda":
         return INTERPRETED_PROCESSORS
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
