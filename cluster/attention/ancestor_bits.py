@@ -39,8 +39,7 @@ def _places(count: int, device: torch.device) -> Tensor:
 
 @cache
 def line_bits(rows: int, width: int, device: torch.device) -> Tensor:
-    """Return the bits `[1, rows, words]` of the last `rows` rows of a chain of `width`: each sees itself and all
-    before.
+    """Return the bits `[1, rows, words]` of the last `rows` of a chain of `width`: each sees itself and all before it.
 
     Cached, so that `Visibility.of` recognises a chain by identity.
     """

@@ -73,7 +73,7 @@ class CAttention:
         self._bound = AttendArguments()
 
     def prepare(self, bounds: HostBounds) -> None:
-        """Begin a step. The C kernel reads lengths from the page table's tensors, so it needs no bounds."""
+        """Begin a step. The C kernel reads lengths from the tensors themselves, so it needs no bounds."""
 
     def bind(self, seen: AttentionMetadata) -> None:
         """Use `seen` for the calls of the next forward."""

@@ -18,8 +18,7 @@ from cluster.kv.page_table import PageTable
 LARGE = 1 << 24
 """Bytes of cells in one layer from which requests are read one by one. A smaller copy of all requests stays in the
 CPU's caches, and one call is faster than many. From 32 MB on, the copy alone takes four times as long as attention,
-because
-each call then gets new memory from the operating system."""
+because each call then gets new memory from the operating system."""
 LONG = 1 << 22
 """Bytes of a request in one layer from which it is read in pieces, not copied, if it is not one run."""
 RUN = 1 << 18
@@ -28,7 +27,7 @@ which costs less than separate matrix products."""
 
 
 class CellPiece(NamedTuple):
-    """`length` cells of each of R requests in order of position: a slice of the pool (R = 1), or slots `[R * length]`."""
+    """`length` cells of each of R requests in order of position: a pool slice (R = 1), or slots `[R * length]`."""
 
     read: slice | Tensor
     length: int

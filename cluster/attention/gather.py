@@ -16,8 +16,7 @@ from cluster.batch import AttentionMetadata, HostBounds, PromptRows, TreeRows
 from cluster.kv.page_table import PageTable
 
 MOST_ROWS = 256
-"""The most query rows of a KV head with which a request is read in several pieces, since all scores are held at once.
-"""
+"""The most query rows of a KV head for which a request is read in pieces, since all scores are held at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +70,7 @@ class Chunks:
     back: Tensor | None = None
 
     def parts(self, at: int, first: int, reader: GatherSpec) -> list[AttentionCall]:
-        """Return the calls for these chunks, with prompt rows from batch row `at` on; `first`: see `AttentionMetadata`."""
+        """Return the calls for these chunks; prompt rows begin at batch row `at`; `first`: see `AttentionMetadata`."""
         cells, q = self.cells, self.counts[-1]
         if cells.apart(q, reader.cell):
             return list(self._apart(at + self.begin, first, reader))

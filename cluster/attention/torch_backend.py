@@ -1,5 +1,4 @@
-"""The attention primitive in plain torch: the reference for all other backends, and the fallback where none is
-available.
+"""The attention primitive in plain torch: the reference for all other backends, and the fallback without them.
 
 A cell that a row may not see never affects the row, not even with NaN: memory of other requests is never read
 (`RequestCells`), and k and v that are not finite never enter the pool (`kept_out`).
@@ -46,8 +45,7 @@ class TorchAttention:
         scale: float | None = None,
         value_dim: int | None = None,
     ) -> None:
-        """`sliding_windows`: for each layer, the number of tokens that a row sees, itself included (None or empty:
-        all).
+        """`sliding_windows`: for each layer, the number of tokens that a row sees, with itself (None or empty: all).
 
         `scale` None means d ** -0.5. A pool whose cells have one part holds latents (MLA); the first `value_dim`
         numbers of a latent are its value.
@@ -128,7 +126,7 @@ def for_heads(part: AttentionCall, bias: Tensor | None, repeat: int) -> Tensor |
 
 
 def sink_column(sinks: Tensor, q: Tensor) -> Tensor:
-    """Expand the sink logits `[nkv, rep]` to a column `[R, nkv, rep * n, 1]` for the rows of q `[R, nkv, rep * n, d]`."""
+    """Expand the sink logits `[nkv, rep]` to a column `[R, nkv, rep * n, 1]` for rows of q `[R, nkv, rep * n, d]`."""
     column = sinks.repeat_interleave(q.shape[2] // sinks.shape[1], 1)[None, ..., None]
     return column.to(q.dtype).expand(q.shape[0], -1, -1, 1)
 

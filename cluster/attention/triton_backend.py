@@ -227,7 +227,7 @@ def blocks_of(pool: KVPool, value_dim: int, lines: int, text: bool) -> Blocks:
 
 
 def processors_of(device: torch.device) -> int:
-    """Return how many processors attention should keep busy: the GPU's multiprocessors, or a constant when interpreted."""
+    """Return how many processors attention should keep busy: a GPU's multiprocessors, a constant if interpreted."""
     if device.type != "cuda":
         return INTERPRETED_PROCESSORS
     count: int = torch.cuda.get_device_properties(device).multi_processor_count

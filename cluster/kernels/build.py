@@ -20,8 +20,7 @@ COMPILED = HERE / "compiled"
 KINDS = {"f64": 64, "f32": 32, "bf16": 16}
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fvisibility=default", "-Wno-psabi")
 OF_KERNEL = {"choice": ("-ffp-contract=off",)}
-"""Extra flags of single kernels, which come last. `choice` must give the same bits with and without fused multiply-add.
-"""
+"""Extra flags of single kernels, which come last. `choice` must give the same bits with and without FMA."""
 X86 = {
     "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"),
     "avx2": ("-mavx2", "-mfma", "-mf16c"),

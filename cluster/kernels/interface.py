@@ -60,7 +60,7 @@ class Stack(ABC):
 
 
 class Angles(NamedTuple):
-    """Rotary cos and signed sin of T rows, `[T, 1, d]` each, in the half-split layout: x * cos + roll(x, d / 2) * sin."""
+    """Rotary cos and signed sin of T rows, `[T, 1, d]` each, in half-split layout: x * cos + roll(x, d / 2) * sin."""
 
     cos: Tensor
     sin: Tensor
@@ -125,9 +125,7 @@ class Kernels(Protocol):
         ...
 
     def quantised(self, matrix: Quantised, dtype: torch.dtype) -> Weight:
-        """Return a weight from `matrix` `[outputs, inputs]`, for rows of `dtype`; it stays quantised if `keeps` is
-        True.
-        """
+        """Return a weight from `matrix` `[outputs, inputs]`, for rows of `dtype`; quantised if `keeps` is True."""
         ...
 
     def quantised_stack(self, matrices: Iterable[Quantised], dtype: torch.dtype) -> Stack:
@@ -143,7 +141,7 @@ class Kernels(Protocol):
         ...
 
     def rotate(self, heads: Tensor, angles: Angles, norms: HeadNorms | None = None) -> None:
-        """Apply `norms`, if given, to `heads` `[T, n, >= d]`, then rotate the first d numbers of each head, in place."""
+        """Apply `norms`, if given, to `heads` `[T, n, >= d]`, then rotate the first d numbers of each, in place."""
         ...
 
     def activate(self, both: Tensor, activation: Activation) -> Tensor:

@@ -59,7 +59,7 @@ class KVCache:
     """Pages, page table and radix tree of one rank. It holds indices only; the KV tensors are in the runners' pools."""
 
     def __init__(self, pages: int, table: PageTable, radix: bool) -> None:
-        """Manage `pages` pages for `table.idle_row` running requests at most. Without `radix` requests share no pages."""
+        """Manage `pages` pages for at most `table.idle_row` requests. Without `radix`, requests share no pages."""
         self.page_size, self.table = table.page_size, table
         self._allocator = PageAllocator(pages)
         self._tree = RadixTree(table.page_size)

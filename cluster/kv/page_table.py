@@ -60,7 +60,7 @@ class PageTable:
         self._cleared, self._written = [], {}
 
     def apply(self, cleared: Tensor, written: Tensor) -> None:
-        """Update the device's copy: clear rows `cleared` `[n]`, then write `written` `[3, m]` (rows, entries, pages)."""
+        """Update the device's copy: clear rows `cleared` `[n]`, then write `written` `[3, m]`: rows, entries, pages."""
         self.device_pages.index_fill_(0, cleared, 0)
         self.device_pages.index_put_((written[0], written[1]), written[2].to(torch.int32))
 

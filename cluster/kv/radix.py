@@ -107,8 +107,7 @@ class RadixTree:
     def insert(
         self, tokens: Sequence[int], pages: Sequence[int], after: Sequence[Node] = (), salt: int = 0
     ) -> list[Node]:
-        """Add `pages` under `salt`. `tokens` are all tokens of the sequence; `pages` hold those after the nodes
-        `after`.
+        """Add `pages` under `salt`. `tokens` are all tokens of the sequence; `pages` hold those after `after`'s nodes.
 
         Returns one node for each page whose following token is in `tokens`. If the tree already had a node with the
         same key, that node is returned, with a different page. The caller frees the pages that the tree did not take.

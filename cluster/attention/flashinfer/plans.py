@@ -78,9 +78,7 @@ class RunnerPlans:
             self._planned(key)
 
     def tree(self, tree: TreeRows) -> WrapperPlan | None:
-        """Return the plan that reads a tree's certainly committed tokens; None if none are known, or no request
-        decodes.
-        """
+        """Return the plan that reads a tree's certainly committed tokens; None without such tokens or requests."""
         requests, each = tree.rows.shape[0], tree.bits.shape[1]
         if not requests or requests != len(self._bounds.least):
             return None

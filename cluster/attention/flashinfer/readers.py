@@ -11,9 +11,7 @@ from cluster.kernels.flashinfer.launch import latent_launch, paged_launch
 from cluster.kernels.flashinfer.library import LATENT_LINES, LINES, FlashInfer
 
 WORKSPACE = 384 << 20
-"""Bytes for the partial results of long prefixes, shared by all wrappers. FlashInfer recommends 128 MB for small
-models.
-"""
+"""Bytes for partial results of long prefixes, shared by all wrappers. FlashInfer advises 128 MB for small models."""
 
 
 class AttentionWork(NamedTuple):

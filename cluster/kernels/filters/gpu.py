@@ -85,8 +85,7 @@ def threshold(
     BLOCK: tl.constexpr,
 ):
     """Write the threshold `least` `[T]` of each row of `logits` `[T, columns]`: the least tempered logit that top_k,
-    top_p and min_p all keep; -inf without filters. If a row has NaN, or an infinite maximum, it is NaN, which filters
-    nothing.
+    top_p and min_p all keep; -inf without filters. For a row with NaN or an infinite maximum it is NaN: no filter.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
