@@ -1,4 +1,4 @@
-"""A pool and its attention for the layers of one runner."""
+"""Creation of the KV pool of one runner, and of the attention backend bound to it."""
 
 import importlib
 from collections.abc import Sequence
@@ -19,20 +19,22 @@ if TYPE_CHECKING:
 
 
 def pool_bytes(layers: Sequence[LayerGeometry], dtype: torch.dtype, fp8: bool) -> int:
-    """Bytes that one token takes in the pool of `layers`, in FP8 or in `dtype`."""
+    """Return the bytes of one token in the pool of `layers`, in FP8 or in `dtype`."""
     return slot_bytes(len(layers), layers[0].cell, dtype, layers[0].coded_cell if fp8 else None)
 
 
 def bind_attention(
     layers: Sequence[LayerGeometry], slots: int, dtype: torch.dtype, gather: Gather, kernels: Kernels, fp8: bool = False
 ) -> tuple[KVPool, "TorchAttention | CAttention | TritonAttention | FlashInferAttention"]:
-    """A pool of `slots` for `layers` (of one rank, all with the same cell), in FP8 or in `dtype`, which is that of
-    queries, and the attention bound to it, in what the other `kernels` are.
+    """Return a pool of `slots` slots for `layers`, and the attention bound to it, of the same backend as `kernels`.
+
+    `layers` are those of one rank, all with the same cell shape. `dtype` is the dtype of queries, and of cells unless
+    `fp8`.
     """
     g = layers[0]
     room = len(layers), slots, g.cell, dtype, gather.device, g.coded_cell if fp8 else None
     how = g.heads, tuple(layer.sliding_window for layer in layers), g.scale, g.value_dim
-    if kernels.name in ("triton", "flashinfer"):  # takes a second to load
+    if kernels.name in ("triton", "flashinfer"):  # imported here, as Triton takes a second to load
         made: KVPool = importlib.import_module("cluster.kv.triton_pool").TritonPool(*room)
         if kernels.flashinfer is not None:
             attention = importlib.import_module("cluster.attention.flashinfer.backend").FlashInferAttention

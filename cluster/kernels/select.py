@@ -1,4 +1,4 @@
-"""Which kernels a rank computes with."""
+"""Selection of the kernels of a rank."""
 
 import importlib
 import importlib.util
@@ -14,11 +14,13 @@ from cluster.kernels.torch_kernels import TorchKernels
 
 
 def choose_kernels(backend: str, device: torch.device, dtype: torch.dtype) -> Kernels:
-    """Those of the setting `attention_backend`; auto: C on a CPU, Triton on a GPU, where they can be had, or torch.
-    FlashInfer serves where it is named, as nothing has been measured yet.
+    """Return the kernels for the setting `attention_backend`.
+
+    `auto` is C on a CPU and Triton on a GPU, with torch as the fallback. FlashInfer is used only if it is named, as it
+    has not been measured yet.
 
     Raises:
-        ConfigError: what is asked for cannot be had here.
+        ConfigError: the named backend is not available here.
     """
     if backend == "torch":
         return TorchKernels()
@@ -35,7 +37,7 @@ def choose_kernels(backend: str, device: torch.device, dtype: torch.dtype) -> Ke
 
 
 def _c(device: torch.device, dtype: torch.dtype) -> Kernels | str:
-    """The kernels in C, or why there are none."""
+    """Return the C kernels, or the reason why they are not available."""
     if device.type != "cpu":
         return f"runs on a CPU and device is {device.type}; set attention_backend to auto"
     if dtype not in KIND_OF:
@@ -47,7 +49,7 @@ def _c(device: torch.device, dtype: torch.dtype) -> Kernels | str:
 
 
 def _triton(device: torch.device) -> Kernels | str:
-    """The kernels in Triton, or why there are none."""
+    """Return the Triton kernels, or the reason why they are not available."""
     if importlib.util.find_spec("triton") is None:
         return "is not installed; pip install triton, or set attention_backend to auto"
     loaded = importlib.import_module("cluster.kernels.triton_kernels")  # takes a second
@@ -61,7 +63,7 @@ def _triton(device: torch.device) -> Kernels | str:
 
 
 def _flashinfer(device: torch.device, dtype: torch.dtype) -> Kernels | str:
-    """FlashInfer's attention and Triton's kernels, or why there are none."""
+    """Return Triton kernels with FlashInfer's attention, or the reason why they are not available."""
     found = flashinfer_library.find(device, dtype)
     if isinstance(found, str) or isinstance(triton := _triton(device), str):
         return found if isinstance(found, str) else triton
