@@ -86,10 +86,7 @@ KNOWS_RAY = frozenset({"actors", "api", "bench", "cli"})
 LATE_IMPORTS = {
     "cluster/__init__.py": "the offline door needs torch, and most who import the package don't",
     "cluster/cli.py": "a subcommand is imported only when it is chosen",
-    "cluster/attention/bind.py": "Triton takes a second to load, and only GPUs need it",
-    "cluster/kernels/select.py": "the same",
-    "cluster/sampling/backends.py": "the same",
-    "cluster/spec/backends.py": "the same",
+    "cluster/engine/backends.py": "Triton takes a second to load, and only GPUs need it",
     "cluster/kernels/flashinfer/library.py": "FlashInfer is an extra, and only GPUs have it",
     "cluster/actors/shard.py": "the replica names the engine's factory, so that tests can put in another",
     "cluster/tools/inspect.py": "torch is imported only where more than a summary is asked for",

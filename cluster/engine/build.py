@@ -18,6 +18,7 @@ from cluster.distributed.watchdog import DeviceWatchdog
 from cluster.dp_attention.coordinator import Coordinator
 from cluster.dp_attention.plan import PlanRule
 from cluster.engine.assembler import Assembler, positions_beyond
+from cluster.engine.backends import TreeBackend, bitmask_of, sampler_of, tree_backend_of
 from cluster.engine.calibrate import measure_pace
 from cluster.engine.captures import Captures, capture_decoding, captures_of
 from cluster.engine.draft_sample import check_sample
@@ -38,14 +39,11 @@ from cluster.kv.pool import SlotMemory
 from cluster.models.runner import DraftRunner, TargetRunner
 from cluster.observability.metrics import EngineMetrics
 from cluster.observability.step_times import StepTimes
-from cluster.sampling.backends import sampler_of
 from cluster.sampling.grammars import GrammarTable
 from cluster.sampling.logits_processor import LogitsTables
 from cluster.sampling.parameters import SamplingTable
 from cluster.sampling.penalties import PenaltyTable
-from cluster.sampling.token_bitmask import bitmask_of
 from cluster.sampling.torch_sampler import Sampler
-from cluster.spec.backends import TreeBackend, tree_backend_of
 from cluster.spec.draft import Draft, EagleDraft, NoDraft
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.multilayer import MultiLayerDraft
@@ -272,7 +270,7 @@ def _lockstep(prepared: EnginePlan, draft: Draft, captures: Captures | None) -> 
     table, target = memory.cache.table, prepared.resolved.target
     vocab, turns = target.vocab_size, 1 if models.kernels.flashinfer is None else 2
     matchers = LateMatchers(config.tokenizer_path or config.model_path, vocab, target.eos_token_ids)
-    grammars = GrammarTable(vocab, matchers, bitmask_of(models.kernels.library))
+    grammars = GrammarTable(vocab, matchers, bitmask_of(models.kernels))
     adjusting = LogitsTables(PenaltyTable(rows, vocab, dtype, device), grammars)
     gpu, forced_rows = device.type == "cuda", config.speculative_forced_rows
     forced_rows = (GPU_FORCED_ROWS if gpu else CPU_FORCED_ROWS) if forced_rows is None else forced_rows

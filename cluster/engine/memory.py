@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
-from cluster.attention.bind import bind_attention
 from cluster.attention.gather import Gather
 from cluster.device.timing import Spans, timer_of
 from cluster.distributed.mesh import Mesh
+from cluster.engine.backends import bind_attention
 from cluster.engine.models import RankModels
 from cluster.kv.budget import Capacity, Needs, kv_capacity, page_count
 from cluster.kv.cache import KVCache

@@ -7,13 +7,13 @@ import torch
 from cluster.arch import LayerGeometry, Moe
 from cluster.arch.dtypes import compute_dtype
 from cluster.arch.resolve import ResolvedModels
-from cluster.attention.bind import pool_bytes
 from cluster.config import ConfigError
 from cluster.distributed.mesh import Mesh
 from cluster.dp_attention.exchange import Exchange
 from cluster.dp_attention.plan import ExpertParallel, Ops
+from cluster.engine.backends import select_kernels
 from cluster.kernels.interface import Kernels
-from cluster.kernels.select import choose_kernels
+from cluster.kv.pool import pool_bytes
 from cluster.models.context import WHOLE, ModelContext, Sharding, part_of_experts, where_experts_are
 from cluster.models.draft import DraftModel
 from cluster.models.layer import NoExchange
@@ -134,7 +134,7 @@ def kernels_of(resolved: ResolvedModels, device: torch.device) -> Kernels:
     Raises:
         ConfigError: the kernels that are set are not available here.
     """
-    kernels = choose_kernels(resolved.config.attention_backend, device, _dtype(resolved, device))
+    kernels = select_kernels(resolved.config.attention_backend, device, _dtype(resolved, device))
     if resolved.config.kv_cache_dtype == "fp8_e4m3" and kernels.name == "triton" and device.type == "cuda":
         _refuse_gpus_without_fp8(torch.cuda.get_device_capability(device))
     if kernels.flashinfer is not None:
@@ -156,7 +156,7 @@ def _refuse_gpus_without_fp8(capability: tuple[int, int]) -> None:
 
 def _dtype(resolved: ResolvedModels, device: torch.device) -> torch.dtype:
     config = resolved.config
-    in_c = device.type == "cpu" and choose_kernels(config.attention_backend, device, torch.bfloat16).library is not None
+    in_c = device.type == "cpu" and select_kernels(config.attention_backend, device, torch.bfloat16).library is not None
     return DTYPES[compute_dtype(resolved.target, config.dtype, device.type, in_c)]
 
 

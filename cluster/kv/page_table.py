@@ -66,8 +66,9 @@ class PageTable:
 
     def commit(self, rows: Tensor, lens: Tensor) -> None:
         """Set the number of committed tokens of `rows` `[B]` to `lens` `[B]`, on the device."""
+        # Padding requests, in the last row, may have accepted tokens; they must never count.
         self.lens.index_copy_(0, rows, lens)
-        self.lens[-1:].zero_()  # padding requests may have accepted tokens; they must never count
+        self.lens[-1:].zero_()
 
     def slots(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Return the pool slots, int64, of the tokens at `positions` of `rows`, which broadcast with each other.

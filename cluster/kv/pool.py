@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cluster.arch.cell import CodedCell
+from cluster.arch.layer import LayerGeometry
 from cluster.batch import PageCopy
 
 
@@ -66,6 +67,11 @@ def cells_of(copies: Sequence[PageCopy], page_size: int) -> list[int]:
 def slot_bytes(layers: int, cell: Cell, dtype: torch.dtype, coded: CodedCell | None = None) -> int:
     """Return the bytes of one token in a pool of `layers` layers."""
     return layers * (prod(cell) * dtype.itemsize if coded is None else coded.nbytes)
+
+
+def pool_bytes(layers: Sequence[LayerGeometry], dtype: torch.dtype, fp8: bool) -> int:
+    """Return the bytes of one token in the pool of `layers`, in FP8 or in `dtype`."""
+    return slot_bytes(len(layers), layers[0].cell, dtype, layers[0].coded_cell if fp8 else None)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -25,11 +25,6 @@ Bars = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """A function that returns what `barred` returns for the same arguments."""
 
 
-def bitmask_of(library: Library | None) -> Bars:
-    """Return the implementation that goes with the kernels of a C `library`; None: the one by torch."""
-    return barred if library is None else CTokenBitmask(library)
-
-
 def barred(logits: Tensor, masks: Tensor, ids: Tensor | None) -> Tensor:
     """Return logits `[T, v]`, in float32 at least, with `BARRED` added where `masks` has a 0. Reference implementation.
 

@@ -16,7 +16,6 @@ from cluster.arch.draft.sample import read_sample
 from cluster.arch.dtypes import compute_dtype
 from cluster.arch.layer import experts_of
 from cluster.arch.resolve import check_parts
-from cluster.attention.bind import pool_bytes
 from cluster.config import ConfigError
 from cluster.config.tree_shape import DEFAULT_NUM_STEPS
 from cluster.distributed.mesh import Shard
@@ -25,6 +24,7 @@ from cluster.kernels import c_quantised
 from cluster.kernels.interface import Stack, Weight
 from cluster.kernels.quantised import Quantised
 from cluster.kernels.torch_kernels import TorchKernels
+from cluster.kv.pool import pool_bytes
 from cluster.models.checkpoint import Checkpoint, Matrix
 from cluster.models.context import WHOLE, ModelContext, Sharding, where_experts_are
 from cluster.models.formats import place_of

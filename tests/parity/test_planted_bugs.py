@@ -3,16 +3,16 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+import cluster.spec.backends
 import pytest
 import torch
 
 import cluster.arch.draft.eagle3
+import cluster.engine.backends
 import cluster.engine.engine
-import cluster.kernels.select
 import cluster.kv.radix
 import cluster.models.draft
 import cluster.sampling.noise
-import cluster.spec.backends
 import cluster.spec.draft
 import cluster.spec.step
 from cluster.attention.cells import RequestCells
@@ -381,7 +381,7 @@ def _(patch: Patch) -> None:
 @pytest.fixture(autouse=True)
 def twins(monkeypatch: Patch) -> None:
     """Bugs are planted in the twins of the kernels."""
-    monkeypatch.setattr(cluster.kernels.select, "library", lambda: None)
+    monkeypatch.setattr(cluster.engine.backends, "library", lambda: None)
 
 
 def test_without_a_planted_bug_every_check_passes() -> None:

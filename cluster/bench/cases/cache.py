@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from cluster.arch.layer import LayerGeometry
-from cluster.attention.bind import pool_bytes
 from cluster.bench.cases import kernels
 from cluster.bench.report import Say, machine, ratio, table
-from cluster.kernels.select import choose_kernels
+from cluster.engine.backends import select_kernels
+from cluster.kv.pool import pool_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ def measure(size: Size, say: Say = print) -> dict[str, Any]:
     """Return the microseconds of each contender, and the bytes of a token in one layer, JSON-ready."""
     figures = []
     for dtype in size.dtypes:
-        serving, name = choose_kernels("auto", torch.device("cpu"), dtype), str(dtype).removeprefix("torch.")
+        serving, name = select_kernels("auto", torch.device("cpu"), dtype), str(dtype).removeprefix("torch.")
         plain, coded = (pool_bytes([size.layer], dtype, fp8) for fp8 in (False, True))
         say(f"cache: {name} and FP8, kernels in {serving.about}")
         for prefix in size.prefixes:

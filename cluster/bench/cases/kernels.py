@@ -15,16 +15,16 @@ from torch import Tensor
 
 from cluster.arch.layer import LayerGeometry
 from cluster.attention.ancestor_bits import line_bits
-from cluster.attention.bind import bind_attention, pool_bytes
 from cluster.attention.gather import Gather
 from cluster.batch import AttentionMetadata, HostBounds, PromptRows, TreeRows
 from cluster.bench.ceilings import ceilings, timed
 from cluster.bench.report import Say, machine, median, ratio, records
+from cluster.engine.backends import bind_attention, select_kernels
 from cluster.kernels.interface import Activation, Angles, HeadNorms, Kernels
-from cluster.kernels.select import choose_kernels
 from cluster.kernels.torch_kernels import TorchKernels
 from cluster.kv.codes import coded
 from cluster.kv.page_table import PageTable
+from cluster.kv.pool import pool_bytes
 
 CPU = torch.device("cpu")
 PAGE = 16
@@ -61,7 +61,7 @@ def measure(size: Size, say: Say = print) -> dict[str, Any]:
     best, figures = ceilings(), []
     say(f"kernels: {best.bytes / 1e9:.1f} GB/s read, {best.flops / 1e9:.0f} GFLOP/s")
     for dtype in size.dtypes:
-        serving = choose_kernels("auto", CPU, dtype)
+        serving = select_kernels("auto", CPU, dtype)
         for own, twin in zip(works(size, serving, dtype), works(size, TorchKernels(), dtype), strict=True):
             took = turns(own, twin, size.repeats)
             possible = best.least_seconds(own.read, own.computed)
@@ -80,7 +80,7 @@ def measure(size: Size, say: Say = print) -> dict[str, Any]:
     return {
         "what": "kernels",
         "machine": machine(),
-        "serving": choose_kernels("auto", CPU, torch.float32).about,
+        "serving": select_kernels("auto", CPU, torch.float32).about,
         "gigabytes_s": best.bytes / 1e9,
         "gigaflops": best.flops / 1e9,
         "figures": figures,

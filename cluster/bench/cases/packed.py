@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from cluster.bench.report import Say, machine, median, table
+from cluster.engine.backends import select_kernels
 from cluster.kernels.interface import Kernels, Weight
 from cluster.kernels.quantised import Kind, Quantised
-from cluster.kernels.select import choose_kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def measure(size: Size, say: Say = print) -> dict[str, Any]:
     """Return the milliseconds and bytes of each contender, JSON-ready."""
     figures = []
     for dtype in DTYPES:
-        kernels = choose_kernels("auto", torch.device("cpu"), dtype)
+        kernels = select_kernels("auto", torch.device("cpu"), dtype)
         say(f"{str(dtype).removeprefix('torch.')} rows, kernels in {kernels.about}")
         dense = kernels.weight(torch.randn(size.inputs, size.outputs).to(dtype))
         for kind, group, zeros in FORMATS:

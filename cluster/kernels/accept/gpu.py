@@ -29,7 +29,8 @@ def accept(
     held = at < nodes
     token = tl.load(tokens + tree * tokens_stride + at, mask=held, other=-1)
     parent = tl.load(parents + tree * parents_stride + at, mask=held, other=-1)
-    parent = tl.where(parent == at, -1, parent)  # padding and the root are no children
+    # Padding entries and the root are their own parents; they are no children.
+    parent = tl.where(parent == at, -1, parent)
     choice = tl.load(chosen + tree * nodes + at, mask=held, other=-1)
     first = tl.sum(tl.where(at == 0, choice, 0), 0)
     node, last, count, walks = 0, first, 1, True
