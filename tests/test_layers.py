@@ -96,6 +96,7 @@ LATE_IMPORTS = {
 }
 DRAWERS = frozenset({"util", "utils", "common", "helper", "helpers", "misc"})
 MAX_LINES = 400
+MAX_FUNCTION = 60  # lines; programs of Triton (gpu.py) inline everything, and are not held to it
 ROOT_FILES = 5  # modules at the root of the package, beside __init__
 ROLES = frozenset({"Size"})  # class names of a role that every module of a folder plays
 UNSAFE_MODULES = frozenset({"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"})
@@ -275,6 +276,18 @@ def test_files_stay_small(paths: list[Path]) -> None:
     lengths = {where(path): len(path.read_text(encoding="utf-8").splitlines()) for path in paths}
     long = {name: lines for name, lines in lengths.items() if lines > MAX_LINES}
     assert not long, f"over {MAX_LINES} lines: {long}"
+
+
+def test_functions_stay_small() -> None:
+    long = [
+        f"{where(path, node)} {node.name}"
+        for path in SOURCES
+        if path.name != "gpu.py"
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None
+        if node.end_lineno - node.lineno >= MAX_FUNCTION
+    ]
+    assert not long, f"over {MAX_FUNCTION} lines: {long}"
 
 
 def test_the_root_holds_few_files() -> None:

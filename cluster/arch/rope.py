@@ -89,33 +89,32 @@ def rope_of(keys: ConfigKeys, theta: float = 10000.0, layer_type: str | None = N
         factor, low, high = _required(scaling, kind, "factor", "low_freq_factor", "high_freq_factor")
         return Rope(theta, (factor, low, high, original_length(keys, layer_type)), partial=share)
     if kind == "yarn":
-        length = original_length(keys, layer_type)
-        if scaling.data.get("factor") is None and length != longest_of(keys):
-            # how DeepSeek-V3's config implies the factor; `transformers` reads it so too
-            factor = longest_of(keys) / length
-        else:
-            factor = _required(scaling, kind, "factor")[0]
-        both = scaling.data.get("mscale") and scaling.data.get("mscale_all_dim")
-        attention = mscale(factor, 1.0)
-        if both:
-            attention = mscale(factor, scaling.number("mscale", 1.0)) / mscale(
-                factor, scaling.number("mscale_all_dim", 1.0)
-            )
-        attention *= scaling.number("attn_factor", 1.0)
-        return Rope(
-            theta,
-            yarn=Yarn(
-                factor,
-                scaling.number("beta_fast", 32.0),
-                scaling.number("beta_slow", 1.0),
-                length,
-                scaling.flag("truncate", True),
-                scaling.number("attention_factor", attention),
-            ),
-            partial=share,
-        )
+        return Rope(theta, yarn=_yarn(keys, scaling, layer_type), partial=share)
     raise ConfigError(
         f"{keys.file} of {keys.where!r}: rope_scaling type {kind!r} is not served; known: {', '.join(KINDS)}"
+    )
+
+
+def _yarn(keys: ConfigKeys, scaling: ConfigKeys, layer_type: str | None) -> Yarn:
+    """Return YaRN's numbers as `scaling` gives them."""
+    length = original_length(keys, layer_type)
+    if scaling.data.get("factor") is None and length != longest_of(keys):
+        # how DeepSeek-V3's config implies the factor; `transformers` reads it so too
+        factor = longest_of(keys) / length
+    else:
+        factor = _required(scaling, "yarn", "factor")[0]
+    attention = mscale(factor, 1.0)
+    if scaling.data.get("mscale") and scaling.data.get("mscale_all_dim"):
+        whole = mscale(factor, scaling.number("mscale_all_dim", 1.0))
+        attention = mscale(factor, scaling.number("mscale", 1.0)) / whole
+    attention *= scaling.number("attn_factor", 1.0)
+    return Yarn(
+        factor,
+        scaling.number("beta_fast", 32.0),
+        scaling.number("beta_slow", 1.0),
+        length,
+        scaling.flag("truncate", True),
+        scaling.number("attention_factor", attention),
     )
 
 

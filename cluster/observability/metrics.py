@@ -120,6 +120,37 @@ class BulkHistogram(Histogram):
             self._buckets[bisect_left(self._upper_bounds, value)].inc(values.count(value))
 
 
+# Field of StepStats: name and help text of the counter that sums it.
+SUMS = {
+    "own_seconds": ("aerie_own_seconds", "Time of steps outside collectives; greatest on a slow rank"),
+    "waited_seconds": ("aerie_wait_seconds", "Time spent in collectives, waiting for peers"),
+    "decode_requests": ("aerie_decode_requests", "Decoding requests, summed over steps"),
+    "prompt_rows": ("aerie_prompt_rows", "Prompt rows computed"),
+    "padded_rows": ("aerie_padded_rows", "Padding rows, computed to reach the planned size"),
+    "target_rows": ("aerie_target_rows", "Rows of the target phase that belong to requests"),
+    "drafts": ("aerie_drafts", "Trees verified"),
+    "verified_nodes": ("aerie_verified_nodes", "Tree nodes verified, roots not counted"),
+    "committed_tokens": ("aerie_generated_tokens", "Tokens committed to requests"),
+    "cached_tokens": ("aerie_cached_tokens", "Prompt tokens found in KV pages, cached or of running requests"),
+    "prompt_tokens": ("aerie_prompt_tokens", "Prompt tokens of admitted requests, cached ones included"),
+    "admitted": ("aerie_admitted_requests", "Requests admitted, each counted once"),
+    "retracted": ("aerie_retractions", "Requests sent back to the queue because pages ran out"),
+    "nonfinite": ("aerie_nonfinite_requests", "Requests that ended because their logits were not finite"),
+    "launched_anew": ("aerie_launched_anew", "Steps not replayed, as a plan was unlike the captured one"),
+}
+# Field of EngineStatus: name and help text of its gauge.
+STATES = {
+    "running": ("aerie_running_requests", "Requests that hold slots"),
+    "waiting": ("aerie_waiting_requests", "Requests queued for slots"),
+    "queued_tokens": ("aerie_queued_tokens", "Prompt tokens not yet computed, of requests queued and running"),
+}
+STAGES = {
+    "aerie_queue_seconds": "Submission to a rank to first admission to a step",
+    "aerie_prefill_seconds": "First admission to first token",
+    "aerie_decode_seconds": "First token to last token",
+}
+
+
 class EngineMetrics:
     """The metrics of one rank. Only the step loop writes; any thread may serialise."""
 
@@ -151,40 +182,13 @@ class EngineMetrics:
         self._phases = {name: phase.labels(**own, phase=name) for name in PHASES}
         self._accept = accept.labels(**own)
         self._steps = counter("aerie_steps", "Steps taken").labels(**own)
-        sums = {
-            "own_seconds": ("aerie_own_seconds", "Time of steps outside collectives; greatest on a slow rank"),
-            "waited_seconds": ("aerie_wait_seconds", "Time spent in collectives, waiting for peers"),
-            "decode_requests": ("aerie_decode_requests", "Decoding requests, summed over steps"),
-            "prompt_rows": ("aerie_prompt_rows", "Prompt rows computed"),
-            "padded_rows": ("aerie_padded_rows", "Padding rows, computed to reach the planned size"),
-            "target_rows": ("aerie_target_rows", "Rows of the target phase that belong to requests"),
-            "drafts": ("aerie_drafts", "Trees verified"),
-            "verified_nodes": ("aerie_verified_nodes", "Tree nodes verified, roots not counted"),
-            "committed_tokens": ("aerie_generated_tokens", "Tokens committed to requests"),
-            "cached_tokens": ("aerie_cached_tokens", "Prompt tokens found in KV pages, cached or of running requests"),
-            "prompt_tokens": ("aerie_prompt_tokens", "Prompt tokens of admitted requests, cached ones included"),
-            "admitted": ("aerie_admitted_requests", "Requests admitted, each counted once"),
-            "retracted": ("aerie_retractions", "Requests sent back to the queue because pages ran out"),
-            "nonfinite": ("aerie_nonfinite_requests", "Requests that ended because their logits were not finite"),
-            "launched_anew": ("aerie_launched_anew", "Steps not replayed, as a plan was unlike the captured one"),
-        }
-        states = {
-            "running": ("aerie_running_requests", "Requests that hold slots"),
-            "waiting": ("aerie_waiting_requests", "Requests queued for slots"),
-            "queued_tokens": ("aerie_queued_tokens", "Prompt tokens not yet computed, of requests queued and running"),
-        }
         ended = counter("aerie_finished_requests", "Requests that ended at a rank, by reason", "finished_reason")
         self._finished = {reason: ended.labels(**own, finished_reason=reason) for reason in get_args(FinishReason)}
-        stages = {
-            "aerie_queue_seconds": "Submission to a rank to first admission to a step",
-            "aerie_prefill_seconds": "First admission to first token",
-            "aerie_decode_seconds": "First token to last token",
-        }
-        self._stages = [histogram(name, text, E2E_BUCKETS).labels(**own) for name, text in stages.items()]
-        self._sums = [(name, counter(*spec).labels(**own)) for name, spec in sums.items()]
+        self._stages = [histogram(name, text, E2E_BUCKETS).labels(**own) for name, text in STAGES.items()]
+        self._sums = [(name, counter(*spec).labels(**own)) for name, spec in SUMS.items()]
         self._accepted = counter("aerie_accepted_draft_tokens", "Draft tokens accepted").labels(**own)
         self._latest = EngineStatus()
-        for name, spec in states.items():
+        for name, spec in STATES.items():
             self._follow(gauge(*spec).labels(**own), name)
         for state in PAGE_STATES:
             self._follow(pages.labels(**own, state=state), f"pages_{state}")

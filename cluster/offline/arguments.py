@@ -116,7 +116,10 @@ def params_for(given: Params | Sequence[Params], count: int, field: str) -> list
         ValueError: the list has another length than `count`, or an entry has an unknown field or a bad value.
     """
     if not isinstance(given, list | tuple):
-        assert not isinstance(given, Sequence)
+        if isinstance(given, Sequence):  # a text, say
+            raise ValueError(
+                f"sampling_params must be SamplingParams, a mapping or a list of these, got {shown(given)}"
+            )
         return [params_of(given)] * count
     if len(given) != count:
         raise ValueError(

@@ -18,7 +18,14 @@ from cluster.api.core.echo import text_of as text_of_prompt
 from cluster.api.core.errors import ApiError, overloaded, shown
 from cluster.api.core.fields import warning_headers
 from cluster.api.core.offload import off_loop
-from cluster.api.core.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, check_model
+from cluster.api.core.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationFields,
+    TokenizeRequest,
+    check_model,
+)
 from cluster.api.core.service import RequestLimits, Served, Service
 from cluster.api.core.stream import EventStream, json_bytes, until_client_leaves
 from cluster.api.core.tokenizer import Encoded
@@ -26,8 +33,8 @@ from cluster.api.http import access_log
 from cluster.api.http.api_adapters import CoreRequest, Reader
 from cluster.api.http.guard import key_of
 from cluster.api.openai.answers import AnswerContext, AnswerShape, Extras
-from cluster.request import Request
-from cluster.tokenizer.tokenizer import StoppedText
+from cluster.request import Request, RequestParams
+from cluster.tokenizer.tokenizer import StoppedText, TextTokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +144,7 @@ async def understand(
     whole, prompts = prompts, [fields.kept(ids, model.room, default_tokens) for ids in prompts]
     scores = _scores(fields, prompts, limits)
     echoes = await off_loop(length, lambda: _echoes(service, fields, whole, prompts))
-    unique = uuid.uuid4().hex
-    call_id = asked.prefix + (fields.request_id or unique)
-    sequence_id = f"{call_id}-{unique[:8]}" if fields.request_id else call_id  # a client may reuse a request_id
+    call_id, sequence_id = _ids(asked.prefix, fields.request_id)
 
     def make_choices() -> list[OutputSequence]:
         choices: list[OutputSequence] = []
@@ -149,10 +154,7 @@ async def understand(
                 raise ApiError(f"{blamed[at]}: must not be empty", param=blamed[at], code="invalid_value")
             params = fields.sampling(model, len(ids), default_tokens, blamed[at])
             for i in range(fields.samples):
-                text = None
-                if tokenizer is not None:
-                    included, least = fields.include_stop_str_in_output, fields.min_tokens
-                    text = StoppedText(tokenizer.text, ids, params.stop, included, least, chat.special)
+                text = None if tokenizer is None else _text_of(tokenizer.text, ids, params, fields, chat)
                 own = replace(params, seed=fields.seed_of(i), adjustments=adjustments, grammar=grammar)
                 if i and not fields.stream:  # one sequence per prompt carries its log-probabilities
                     own = replace(own, prompt_logprobs=None)
@@ -169,6 +171,21 @@ async def understand(
     shape = asked.shape(AnswerContext(call_id, int(time.time()), model.model_id, choices, words, extras))
     headers = warning_headers(warnings) | ({asked.id_header: call_id} if asked.id_header else {})
     return GenerateCall(call_id, choices, shape, fields.stream, headers, scores)
+
+
+def _text_of(
+    words: TextTokenizer, ids: tuple[int, ...], params: RequestParams, fields: GenerationFields, chat: ChatOutput
+) -> StoppedText:
+    """Return the text of a new sequence: it ends before or after the stop strings of the request."""
+    included, least = fields.include_stop_str_in_output, fields.min_tokens
+    return StoppedText(words, ids, params.stop, included, least, chat.special)
+
+
+def _ids(prefix: str, request_id: str | None) -> tuple[str, str]:
+    """Return the id of a call, and that of its sequences: different ones, as a client may use a `request_id` again."""
+    unique = uuid.uuid4().hex
+    call_id = prefix + (request_id or unique)
+    return call_id, f"{call_id}-{unique[:8]}" if request_id else call_id
 
 
 def _extras(fields: CompletionRequest | ChatRequest, echoes: tuple[str, ...]) -> Extras:

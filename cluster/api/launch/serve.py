@@ -36,7 +36,7 @@ from cluster.api.launch.stop import StopSignals, drain
 from cluster.api.proxy.middleware import CALLBACK, IMPORT_PATH
 from cluster.arch.hub import HubModel, fetch, hub_models
 from cluster.config import ConfigError
-from cluster.observability.logs import LogFormat, configure, default_path, drop_old
+from cluster.observability.logs import LogFormat, LogSettings, configure, default_path, drop_old
 from cluster.paths.cache_folder import cache_folder, unusable_home
 
 logger = logging.getLogger(__name__)
@@ -99,11 +99,8 @@ def _serve(args: argparse.Namespace, signals: StopSignals) -> int:
     plan = make_plan(args.config, flags.overrides_of(args), flags.model_of(args))
     if plan.left_behind:
         _say(plan.left_behind)
-    if address and any(variable in os.environ for variable in ENVIRONMENT):
-        raise ConfigError(
-            f"{' and '.join(ENVIRONMENT)} reach a running cluster only where they are set before `ray start`; unset "
-            "them here, or use --api-keys-file with the same path on every node"
-        )
+    if address:
+        _check_environment()
     plan = _with_log(plan, args, own_ray=not address)
     name = plan.file.applications[0].name
     check_port(plan.http)
@@ -122,13 +119,7 @@ def _serve(args: argparse.Namespace, signals: StopSignals) -> int:
             return 0
         phases.end("download")
     os.environ.setdefault(CALLBACK, IMPORT_PATH)
-    if uses_haproxy():
-        _say("HAProxy's statistics and metrics pages listen on all addresses; Serve has no setting for that")
-    _say(f"log: {log.path}" + (" on every node" if address else ""))
-    if why := unusable_home():
-        _say(f"{why}: logs, and kernels that are compiled here, go to {cache_folder()}")
-    if plan.keys is not None:
-        _say(f"API keys: {plan.keys}")
+    _say_where(plan, log, address)
     with ThreadPoolExecutor(1) as beside:
         importing = beside.submit(importlib.import_module, "cluster.api.serve.application")
         cluster = None if address else _local_ray(plan, args.verbose)
@@ -162,6 +153,30 @@ def _serve(args: argparse.Namespace, signals: StopSignals) -> int:
             _shut_down(cluster, plan, orderly=deployed if cluster is None else ready)
             _say(f"ended; the log stays: {log.path}")
     return 0
+
+
+def _check_environment() -> None:
+    """Refuse API keys in this process's environment, which the nodes of a running cluster do not have.
+
+    Raises:
+        ConfigError: such a variable is set.
+    """
+    if any(variable in os.environ for variable in ENVIRONMENT):
+        raise ConfigError(
+            f"{' and '.join(ENVIRONMENT)} reach a running cluster only where they are set before `ray start`; unset "
+            "them here, or use --api-keys-file with the same path on every node"
+        )
+
+
+def _say_where(plan: ServePlan, log: LogSettings, address: str | None) -> None:
+    """Print where the log and the API keys are, and what an operator must know about this machine."""
+    if uses_haproxy():
+        _say("HAProxy's statistics and metrics pages listen on all addresses; Serve has no setting for that")
+    _say(f"log: {log.path}" + (" on every node" if address else ""))
+    if why := unusable_home():
+        _say(f"{why}: logs, and kernels that are compiled here, go to {cache_folder()}")
+    if plan.keys is not None:
+        _say(f"API keys: {plan.keys}")
 
 
 def _fetch(plan: ServePlan, models: dict[str, HubModel], signals: StopSignals | None) -> None:
