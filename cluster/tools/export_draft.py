@@ -1,8 +1,8 @@
 """`aerie export-draft`: write an EAGLE-3 draft in another dialect (the checkpoint format of another tool).
 
 Weights are copied bit for bit. The draft's sample is copied too, because it is valid in every dialect. Idle layers
-(both output projections zero) may be appended; their inputs are those of later layers in the dialect. A draft that the
-dialect cannot express is refused.
+(both output projections zero) may be appended. Their inputs are those that the dialect gives to all layers after the
+first. A draft that the dialect cannot express is refused.
 """
 
 import argparse

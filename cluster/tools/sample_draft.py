@@ -1,4 +1,6 @@
-"""`aerie sample-draft`: write a draft's output on a few tokens into its folder; every later load checks against it."""
+"""`aerie sample-draft`: write a draft's output on a few tokens into its folder. Every later load compares its output
+with this sample.
+"""
 
 import argparse
 import json
@@ -27,8 +29,8 @@ def settings_of(draft: str, target: str, algorithm: str | None) -> dict[str, obj
 def sample_draft(
     draft: str, target: str, algorithm: str | None, dtype: str = "float32", overrides: dict[str, Any] | None = None
 ) -> list[int]:
-    """Write `draft_sample.json` into the folder `draft`; return the tokens of the sample. The caller must know that
-    `target` and `overrides` are right for this draft: a sample from a wrong reading would confirm that reading.
+    """Write `draft_sample.json` into the folder `draft`; return the tokens of the sample. `target` and `overrides` must
+    be known to be right for this draft: a sample from a wrong reading would confirm the wrong reading.
 
     Raises:
         ConfigError: `draft` is not a folder, a sample exists already, or the pair cannot be served.
