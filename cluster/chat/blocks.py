@@ -15,7 +15,9 @@ NO_CALL = BlockResult(1)
 again.
 """
 Calls = Callable[[str, re.Match[str]], Sequence[ToolCallText]]
-"""A function from a JSON text and its heading to the calls in them. It returns no call if the text is malformed."""
+"""A function that takes a JSON text and its heading, and returns the calls in them. It returns no call if the text is
+malformed.
+"""
 
 
 class JsonBlock:
@@ -31,7 +33,7 @@ class JsonBlock:
         self._end: ValueEnd | None = None
 
     def read(self, text: str) -> BlockResult | None:
-        """Implement `BlockReader.read`."""
+        """Return the block once it is complete, else None; see `BlockReader.read`."""
         if self._end is None:
             brace = text.find("{", 0, MOST_HEADING)
             if brace < 0:
@@ -98,7 +100,7 @@ class TaggedBlock:
         self._from = 0
 
     def read(self, text: str) -> BlockResult | None:
-        """Implement `BlockReader.read`."""
+        """Return the block once it is complete, else None; see `BlockReader.read`."""
         first, *others = self._ends
         trigger = next((one for one in others if text.startswith(one)), first)
         end = self._ends[trigger]

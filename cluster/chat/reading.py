@@ -199,7 +199,7 @@ class MarkedReader(BufferedReader):
         return self._calling.triggers
 
     def _first(self, at: int, last: bool) -> list[Event] | None:
-        """Begin a block if the answer starts with a trigger; else treat the rest of the answer as text."""
+        """Begin a block if the answer starts with a trigger; otherwise treat the rest of the answer as text."""
         assert self._calling is not None
         rest = self._held.lstrip(self._calling.skipped)
         if at >= 0 and at == len(self._held) - len(rest):
@@ -255,8 +255,7 @@ class MarkedReader(BufferedReader):
 
 
 def _settled(text: str, marks: Sequence[str]) -> int:
-    """Return the length of the text that can be reported: all but a possible mark at its end and the white space there.
-    """
+    """Return the length of the text that can be reported: all but a possible mark and white space at its end."""
     if not marks:
         return len(text)
     at = len(text)

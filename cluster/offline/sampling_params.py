@@ -35,11 +35,11 @@ class SamplingParams:
     """Sampling and stop parameters of one prompt. All fields have the names, the meaning and the bounds that
     /v1/completions gives them (docs/compatibility.md).
 
-    None means the same as a missing field of a REST request. If temperature, top_p, top_k, min_p or repetition_penalty
-    is None, it comes from the model's generation_config.json; if that has no value, it is 1, 1, 0, 0 or 1. If
-    `max_tokens` is None, `LLM.generate` generates at most 16 tokens, and `LLM.chat` as many as fit. If `seed` is None,
-    seeds are drawn from the setting `random_seed`. `logprobs` is the number of alternatives per token, 0 to 20; None
-    reports no log-probabilities.
+    None means the same as a missing field of a REST request. If one of temperature, top_p, top_k, min_p and
+    repetition_penalty is None, its value in the model's generation_config.json is used. If there is none, the values
+    are 1, 1, 0, 0 and 1, in this order. If `max_tokens` is None, `LLM.generate` generates at most 16 tokens, and
+    `LLM.chat` as many as fit. If `seed` is None, seeds are drawn from the setting `random_seed`. `logprobs` is the
+    number of alternatives per token, 0 to 20; None reports no log-probabilities.
     """
 
     n: int = 1

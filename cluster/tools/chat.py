@@ -138,8 +138,7 @@ class PrintedAnswer:
 
 
 def _ask(question: str, talk: Conversation, answers: Answers, screen: Screen) -> bool:
-    """Print the answer as it streams. If there is an answer, add it and its question to the conversation; return True.
-    """
+    """Print the answer as it streams. If there is one, add question and answer to the conversation and return True."""
     answer = PrintedAnswer()
     try:
         with closing(answers.answer(talk.body(question))) as runs:

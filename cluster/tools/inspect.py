@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; return 1 if the model cannot be served, else 0.
+    """Print the report. Return 1 if the model cannot be served, else 0.
 
     Raises:
         ConfigError: an override is wrong, or a flag of the draft is given without --draft.

@@ -48,7 +48,7 @@ class Reading(NamedTuple):
 
 def probe_draft(draft: str, target: str, algorithm: str | None, say: Callable[[Reading], None]) -> dict[str, Any]:
     """Return the overrides to set: values that differ from the draft's config or format and have a higher accept length
-    by the factor `MARGIN`. Facts are tried one by one, each starting from the best reading so far; `say` is called with
+    by the factor `MARGIN`. Facts are tried one by one, starting from the best reading so far. `say` is called with
     every reading.
 
     Raises:

@@ -57,8 +57,8 @@ def sample_draft(
 
 def clearest(sample_draft: Callable[[tuple[int, ...]], EagleDraftInput], tokens: Sequence[int]) -> Sample:
     """Return the draft's output after the longest prefix of `tokens` (more than half of them) whose next token is
-    clear, or else after the prefix whose next token is likeliest. A token is clear if its log-probability is above
-    `CLEAR`: it then stays the likeliest under another machine's rounding.
+    clear. A token is clear if its log-probability is above `CLEAR`: it then stays the likeliest under another machine's
+    rounding. If no next token is clear, the prefix with the likeliest next token is used.
     """
     best: Sample | None = None
     for count in range(len(tokens), len(tokens) // 2, -1):

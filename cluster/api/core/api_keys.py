@@ -2,7 +2,7 @@
 
 A keys file has one key per line, `NAME SCOPE sha256:HEX`; `#` begins a comment. `aerie keys` writes such lines. The
 hash is plain SHA-256, without salt or stretching: salt and stretching protect passwords, which can be guessed. Keys of
-`aerie keys` have 256 random bits, so whoever reads the file cannot find them by guessing or by tables; a check takes
+`aerie keys` have 256 random bits, so nobody who reads the file can find them by guessing or by tables. A check takes
 microseconds. Keys that people choose can be guessed, so they come from the environment, never from a file.
 
 When a request comes, the file is checked at most once a second, and read again if it has changed. So keys are added and
@@ -223,7 +223,7 @@ def is_loopback(host: str | None) -> bool:
 
 
 def check_reach(host: str | None, keys: ApiKeys | None, allowed: bool) -> None:
-    """Refuse to start a server without keys that other machines can reach, unless `allowed` permits it explicitly.
+    """Refuse to start a server that has no keys and that other machines can reach. `allowed` permits such a server.
 
     Raises:
         ConfigError: the server would be reachable without keys; the message names the settings that help.

@@ -24,7 +24,7 @@ KEYS_EACH, KEYS_MORE = 4, 4096  # a body may have KEYS_EACH * (lists and objects
 # (group 1). A match is short, so that a long body does not hold the GIL for long. A string without an end matches too,
 # so no character is scanned twice.
 _RUNS = re.compile(r'(?:"(?:[^"\\]+|\\.)*+"?|[^\[\]{}:"]+){1,4096}+|([\[\]{}:]{1,4096})', re.DOTALL)
-RETRY_S = 1.0  # Retry-After where the bodies in memory exceed RequestLimits.held_bytes
+RETRY_S = 1.0  # Retry-After if the bodies in memory exceed RequestLimits.held_bytes
 
 
 class BodyReader:
@@ -40,7 +40,7 @@ class BodyReader:
 
         Raises:
             ApiError: 413 for a body longer than `RequestLimits.body_bytes`, as soon as its Content-Length or its bytes
-                exceed the limit; 408 for a body that arrives too slowly; 503 when all bodies in memory exceed
+                exceed the limit; 408 for a body that arrives too slowly; 503 if the bodies in memory together exceed
                 `RequestLimits.held_bytes`; 415 for another content type or a compressed body; 400 for a body that is
                 not a JSON object in UTF-8 with finite numbers, or is too deep or has too many parts.
             ClientGoneError: the client closed the connection while sending.

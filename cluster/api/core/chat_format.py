@@ -142,8 +142,8 @@ def _held(
 
 
 def _schema(function: Function) -> Mapping[str, Any]:
-    """Return the schema of arguments that is enforced if calls are optional. It allows any object unless the tool is
-    strict.
+    """Return the schema of arguments that is enforced if calls are optional. If the tool is not strict, any object is
+    allowed.
     """
     return function.schema_of_arguments if function.strict else ANY_ARGUMENTS
 

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one step added to one sequence, ready to send.
+    """The output that one step added to one sequence, ready to send.
 
     `text` may lag behind `token_ids`, because text that may begin a stop string is sent later. `events` are the same
     text parsed in the format of the model's family: text, reasoning, tool calls. `tree` is the step's tree, if

@@ -67,7 +67,7 @@ def read_at(kind: type[Part], value: Any, path: str) -> Part:
 
 
 def readable(text: str) -> str:
-    """Return a string if UTF-8 can encode it, else raise ValueError: a JSON escape may be half of a surrogate pair."""
+    """Return `text`. Raise ValueError if UTF-8 cannot encode it: a JSON escape may be half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -81,7 +81,7 @@ def list_of_stops(value: Any) -> Any:
 
 
 def list_of_prompts(value: Any) -> list[Any]:
-    """Return `str | list[str] | list[int] | list[list[int]]` as a list of prompts; ValueError for anything else."""
+    """Return `str | list[str] | list[int] | list[list[int]]` as a list of prompts. ValueError for anything else."""
     if isinstance(value, str):
         return [readable(value)]
     shape = "must be a string, a list of strings, a list of token ids or a list of such lists"

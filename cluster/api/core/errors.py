@@ -18,10 +18,10 @@ from cluster.api.proxy.refusals import FULL, held_s
 
 logger = logging.getLogger(__name__)
 
-RETRY_AFTER_S = 1  # the least Retry-After of a request refused as overloaded
-RESTART_S = 5.0  # Retry-After where the time that an engine needs to start is unknown
+RETRY_AFTER_S = 1  # the smallest Retry-After of a request refused as overloaded
+RESTART_S = 5.0  # Retry-After while the time that an engine needs to start is unknown
 NOT_FOUND = 404
-CLIENT_GONE = 499  # as in nginx: only logs and metrics see it, since the client has left
+CLIENT_GONE = 499  # as in nginx: this status is only in logs and metrics, since the client has left
 MAX_PATH = 200  # characters of a field's path; limited because clients choose the names in it
 MAX_METHOD = 16
 ELSEWHERE: Mapping[str, str] = {
@@ -87,8 +87,8 @@ class ClientGoneError(Exception):
 
 
 def overloaded(error: Overloaded, whoever: bool = False) -> ApiError:
-    """Return a 503 for a full queue; Retry-After says when a request is likely to be admitted. `whoever` says that
-    every request would be refused now, whoever sends it; a header then lets the proxy repeat this answer for a while.
+    """Return a 503 for a full queue; Retry-After says when a request is likely to be admitted. `whoever` says that a
+    request of any client would be refused now. A header then lets the proxy repeat this answer for a while.
     """
     held = {FULL.decode(): f"{held_s(error.retry_after_s):.3f}"} if whoever else {}
     return ApiError(

@@ -47,7 +47,7 @@ HARMLESS = frozenset(
 )
 
 _EMPTY: tuple[Any, ...] = ("", [], {})
-# Not honoured, with the neutral values (besides null), which mean "off" and are accepted.
+# Refused fields, each with its neutral values, which mean "off" and are accepted. null is accepted for every field.
 REFUSED: dict[str, tuple[Any, ...]] = {
     # Penalties and other changes to the distribution.
     "repeat_penalty": (1,),

@@ -1,4 +1,4 @@
-"""Compiles the grammars of requests, in a process of its own, away from the event loop and the engine."""
+"""Compiles the grammars of requests, in a separate process, away from the event loop and the engine."""
 
 import asyncio
 import logging
@@ -43,7 +43,7 @@ class Grammars:
             message = f"{field}: this model is served without a tokenizer, which a grammar needs; leave it out"
             raise ApiError(message, param=field, code="unsupported_parameter")
         try:
-            # Shielded: other requests wait for the same task, so one that is cancelled must not cancel it.
+            # Shielded: several requests wait for this task, so cancelling one of the requests must not cancel the task.
             compiler = await asyncio.shield(self._made(self._tokenizer))
             return await compiler.compile(constraint.grammar)
         except GrammarError as error:

@@ -37,7 +37,7 @@ class ModelInfo:
 
 LEAST_BODY = 1 << 20  # bytes
 BODY_BYTES_PER_TOKEN = 32  # per token of the context; a token is 3 to 5 bytes of text, or 6 per JSON-escaped character
-BODIES_HELD = 128  # how many bodies of full length may be in memory at once
+BODIES_HELD = 128  # bodies of the full length that may be in memory at once
 LEAST_MESSAGES = 1024
 
 
@@ -48,7 +48,7 @@ class RequestLimits:
     """
 
     body_bytes: int = LEAST_BODY
-    held_bytes: int = BODIES_HELD * LEAST_BODY  # of all bodies being read and encoded; beyond it, a 503
+    held_bytes: int = BODIES_HELD * LEAST_BODY  # of all bodies being read and encoded; more give a 503
     body_grace_s: float = GRACE_S  # a body must arrive within body_grace_s + (bytes so far) / body_bytes_per_s
     body_bytes_per_s: int = BYTES_PER_S
     choices: int = 128  # n

@@ -1,7 +1,7 @@
-"""Renders a conversation even where the chat template does not support its form.
+"""Renders a conversation even if the chat template does not support its form.
 
-Some templates refuse a second system message, or two calls in one message; others silently leave out of the prompt what
-they do not support. So a conversation that is refused, or loses a system text, is rendered again in equivalent forms.
+Some templates refuse a second system message, or two calls in one message; others silently omit messages that they do
+not support. So a conversation that is refused, or loses a system text, is rendered again in equivalent forms.
 """
 
 from collections.abc import Callable, Iterator, Sequence

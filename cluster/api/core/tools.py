@@ -184,7 +184,9 @@ class ToolChoice(Strict):
 
 
 def read_choice(value: Any) -> Any:
-    """Return `tool_choice` (a mode, a named tool, allowed tools with a mode) as a ToolChoice, else raise ValueError."""
+    """Return `tool_choice` (a mode, a named tool, allowed tools with a mode) as a ToolChoice; ValueError if it has
+    another form.
+    """
     if isinstance(value, ToolChoice):
         return value
     if isinstance(value, str):

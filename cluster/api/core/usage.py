@@ -17,7 +17,7 @@ def usage_so_far(choice: OutputSequence) -> dict[str, int]:
 
 
 def usage(choices: Sequence[OutputSequence]) -> dict[str, Any]:
-    """Return the usage of a whole call in tokens. A prompt counts once, however many choices it has.
+    """Return the usage of a whole call in tokens. A prompt with several choices counts once.
 
     Completion tokens include a final stop token. Prediction tokens are the draft's: all verified nodes except roots,
     accepted or not.

@@ -57,7 +57,7 @@ class Guard:
     """ASGI middleware that denies a call whose key does not have the scope that the route needs."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, routes: Sequence[BaseRoute]) -> None:
-        """`routes` is the app's own list of routes; routes that are added later are seen too."""
+        """`routes` is the app's own list of routes; routes that are added later also count."""
         self._app, self._keys, self._routes = app, keys, routes
 
     async def __call__(self, scope: Call, receive: Receive, send: Send) -> None:

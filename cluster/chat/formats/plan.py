@@ -166,14 +166,14 @@ class MarkedFormat:
         return (tools and self.calling is not None) or (self.thinking is not None and not self._state(prompted)[1])
 
     def reader(self, tools: Tools | None, split: bool, prompted: Prompted) -> AnswerReader:
-        """Implement `ChatFormat.reader`."""
+        """Return a reader for the marks of this format; see `ChatFormat.reader`."""
         thinking = self.thinking if split else None
         opened, closed = self._state(prompted)
         calling = None if tools is None else self.calling
         return MarkedReader(thinking, calling, tools or {}, self.new_id, opened=opened, closed=closed)
 
     def form(self, answer: Answer, calls: Form | None, prompted: Prompted) -> Form:
-        """Implement `ChatFormat.form`."""
+        """Return the form of a whole answer; if the prompt has ended the reasoning, of the rest only."""
         opened, closed = self._state(prompted)
         rest = self._rest(answer, calls)
         if self.thinking is None or closed:
@@ -194,7 +194,7 @@ class MarkedFormat:
         return one_after_another(self._free(), {"type": "optional", "content": calls})
 
     def written(self, tools: Tools, several: bool) -> Form:
-        """Implement `ChatFormat.written`."""
+        """Return the form of calls in the syntax `calls`."""
         assert self.calls is not None
         return self.calls.calls(tools, several)
 

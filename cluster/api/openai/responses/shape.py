@@ -178,7 +178,7 @@ class ResponseShape:
         return {"type": item, **head, "call_id": section.call_id, "name": own.name, given: section.text, **space}
 
     def _wait(self, delta: Delta) -> None:
-        """Keep the log-probabilities of a delta until its text comes; drop those of reasoning and calls."""
+        """Keep the log-probabilities of a delta until its text comes. Drop log-probabilities of reasoning and calls."""
         if delta.events and not any(isinstance(one, TextPiece) for one in delta.events):
             self._waiting = []
             return

@@ -136,7 +136,7 @@ class Own(NamedTuple):
 
 
 def joined(name: str, namespace: str | None) -> str:
-    """Return the name by which the model calls a tool, prefixed by its namespace if it has one."""
+    """Return the name by which the model calls a tool. If the tool is in a namespace, the namespace comes first."""
     return f"{namespace}.{name}" if namespace else name
 
 
