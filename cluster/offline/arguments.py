@@ -22,8 +22,8 @@ class PromptPlace:
     """The position of one prompt in the caller's argument, such as `prompts[3]`, for error messages."""
 
     def __init__(self, field: str, argument: str, at: int | None) -> None:
-        """`field` is the prompt's name in the body of a REST request, `argument` its name here; `at` is the prompt's
-        index in the caller's list, None where a single prompt was given.
+        """`field` is the prompt's name in the body of a REST request, `argument` the name of the caller's argument.
+        `at` is the prompt's index in the caller's list, or None if the caller gave a single prompt.
         """
         self.name = argument if at is None else f"{argument}[{at}]"
         self.origins = Origins({field: self.name})
@@ -110,7 +110,8 @@ def conversations_of(given: Any) -> tuple[list[list[Any]], bool]:
 
 
 def params_for(given: Params | Sequence[Params], count: int, field: str) -> list[SamplingParams]:
-    """Return the parameters of each of `count` prompts in the argument `field`: `given` is one for all, or one each.
+    """Return the parameters of each of `count` prompts in the argument `field`. `given` is a list with one value per
+    prompt, or one value for all.
 
     Raises:
         ValueError: the list has another length than `count`, or an entry has an unknown field or a bad value.

@@ -17,7 +17,7 @@ class HeldInterrupt:
 def interrupt_held() -> Iterator[HeldInterrupt]:
     """Record the first Ctrl-C instead of raising KeyboardInterrupt; a second Ctrl-C raises as usual.
 
-    The caller checks `pressed` between steps. In any thread but the main one, which alone gets Ctrl-C, it does nothing.
+    The caller checks `pressed` between steps. Only the main thread gets Ctrl-C, so in other threads this does nothing.
     """
     held = HeldInterrupt()
     if threading.current_thread() is not threading.main_thread():

@@ -1,6 +1,6 @@
 """`LLM`: offline inference in the caller's process, as in vLLM: `LLM("DIR", draft="DIR").generate([...])`.
 
-Each prompt becomes the body of a REST request, which the REST routes' code parses; so the answer equals a server's.
+Each prompt becomes the body of a REST request, and the REST routes' code parses it. So a server would answer the same.
 """
 
 import logging
@@ -31,11 +31,13 @@ from cluster.status import RankInfo
 logger = logging.getLogger(__name__)
 
 Steps = Generator[tuple[StepOutput, ...], None, None]
-HELD = 2  # the engine holds at most HELD * max_running_requests sequences, so some always wait for a free place
+HELD = 2  # the engine holds at most HELD * max_running_requests sequences: enough to fill each place that gets free
 
 
 class LLM:
-    """A loaded model. As a context manager it frees the model on exit. Calls from several threads run one by one."""
+    """A loaded model. As a context manager, it frees the model on exit. Calls from several threads run one after
+    another.
+    """
 
     def __init__(
         self,
@@ -77,8 +79,8 @@ class LLM:
         """Continue prompts and return one output per prompt, in order. The prompts run as one batch.
 
         A prompt is a text, a list of token ids, or vLLM's `{"prompt": ...}` or `{"prompt_token_ids": ...}`. `prompts`
-        is one prompt or a list. `sampling_params` is one for all prompts, or a list with one per prompt. `use_tqdm`
-        draws a progress bar. Ctrl-C ends the batch after the current step; this object can be used again.
+        is one prompt or a list. `sampling_params` is one value for all prompts, or a list with one value per prompt.
+        `use_tqdm` draws a progress bar. Ctrl-C ends the batch after the current step; this object can be used again.
 
         Raises:
             ValueError: a prompt or a parameter cannot be served. The message names it, and nothing is generated.

@@ -63,8 +63,8 @@ class LocalModel:
 
 
 class _LoopThread:
-    """An event loop in a thread of its own. Reasons: the caller's thread may already run a loop (a notebook does), and
-    tasks must survive between two calls.
+    """An event loop in a separate thread. The caller's thread may already run a loop (a notebook does), and tasks must
+    survive between two calls of `run`.
     """
 
     def __init__(self) -> None:

@@ -30,15 +30,15 @@ class Logprob(NamedTuple):
 class CompletionOutput:
     """One answer to a prompt.
 
-    `text` excludes the stop string or stop token that ended the answer and all special tokens; it is empty for a model
+    `text` excludes all special tokens and the stop string or stop token that ended the answer. It is empty for a model
     without a tokenizer. `token_ids` are all generated tokens. `finish_reason` is "stop", "length", "tool_calls" (chat
     only) or "error"; `stop_reason` is the stop string or the id of the stop token. `logprobs` has one dict per token,
     by token id: the token itself and the likeliest alternatives. `accept_length` is the mean number of tokens per
     speculative step, or 1.0 if nothing was drafted.
 
-    For a chat, `message` is the assistant message as in /v1/chat/completions, with `tool_calls` and
-    `reasoning_content` if present, and `text` is its content. If `finish_reason` is "error", `error` is the cause, and
-    everything generated before the error is kept.
+    For a chat, `message` is the assistant message as in /v1/chat/completions, with `tool_calls` and `reasoning_content`
+    if present, and `text` is its content. If `finish_reason` is "error", `error` is the cause, and everything generated
+    before the error is kept.
     """
 
     index: int
@@ -57,8 +57,9 @@ class CompletionOutput:
 class RequestOutput:
     """All answers to one prompt: `outputs` has `n` entries.
 
-    `prompt` is the prompt's text, or None if token ids or a conversation were given. The first of `prompt_logprobs` is
-    None: the first token has no context. `num_cached_tokens` counts the prompt tokens read from the prefix cache.
+    `prompt` is the prompt's text, or None if token ids or a conversation were given. The first entry of
+    `prompt_logprobs` is None, because the first token has no context. `num_cached_tokens` counts the prompt tokens read
+    from the prefix cache.
     """
 
     prompt: str | None

@@ -1,5 +1,5 @@
-"""`SamplingParams`, with vLLM's names. The parser of REST bodies checks the values, so both refuse the same values with
-the same messages.
+"""`SamplingParams`, with vLLM's names. The parser of REST bodies checks the values, so a server refuses the same values
+with the same messages.
 """
 
 import difflib
@@ -35,10 +35,11 @@ class SamplingParams:
     """Sampling and stop parameters of one prompt. All fields have the names, the meaning and the bounds that
     /v1/completions gives them (docs/compatibility.md).
 
-    None means the same as a missing field of a REST request. temperature, top_p, top_k, min_p and repetition_penalty
-    then come from the model's generation_config.json, or else are 1, 1, 0, 0 and 1. Without `max_tokens`,
-    `LLM.generate` generates 16 tokens and `LLM.chat` as many as fit. Without `seed`, seeds are drawn from the setting
-    `random_seed`. `logprobs` is the number of alternatives per token, 0 to 20; None reports no log-probabilities.
+    None means the same as a missing field of a REST request. If one of temperature, top_p, top_k, min_p and
+    repetition_penalty is None, its value in the model's generation_config.json is used. If there is none, the values
+    are 1, 1, 0, 0 and 1, in this order. If `max_tokens` is None, `LLM.generate` generates at most 16 tokens, and
+    `LLM.chat` as many as fit. If `seed` is None, seeds are drawn from the setting `random_seed`. `logprobs` is the
+    number of alternatives per token, 0 to 20; None reports no log-probabilities.
     """
 
     n: int = 1

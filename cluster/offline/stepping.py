@@ -13,11 +13,11 @@ def steps(
     """Yield the outputs of each step until all `requests` have finished. Closing the generator, or an error, aborts
     unfinished requests that were submitted.
 
-    The engine holds at most `at_once` requests, running and waiting; None submits all at once. The scheduler looks at
-    every waiting request in every step, so a long list should be submitted in parts.
+    The engine holds at most `at_once` requests, running and waiting. If `at_once` is None, all are submitted at once.
+    The scheduler looks at every waiting request in every step, so a long list should be submitted in parts.
 
     Raises:
-        ValueError: a request cannot be served. No request is started then.
+        ValueError: a request cannot be served. In that case no request is started.
     """
     for request in requests:
         engine.check(request)

@@ -1,7 +1,7 @@
 """The tokenizer, incremental detokenization and stop strings.
 
-The engine ends a request at the token that completes a stop string; the REST layer cuts the text there. Both use this
-module, so they agree to the character, however the tokens were split into steps. This module does not use transformers;
+The engine ends a request at the token that completes a stop string, and the REST layer cuts the text there. Both use
+this module, so they cut at the same character, however steps divide the tokens. This module does not use transformers;
 chat templates are in `cluster.api.core.tokenizer`.
 """
 
@@ -84,7 +84,7 @@ class TextTokenizer:
 
     @property
     def byte_wise(self) -> bool:
-        """Whether the UTF-8 bytes of a text are the joined bytes of its tokens, as `token_text` returns them."""
+        """Whether the joined bytes of tokens, as `token_text` returns them, are the UTF-8 bytes of their text."""
         return self._byte_level or self._spaced
 
     @property
@@ -103,7 +103,7 @@ class TextTokenizer:
         return str(self._tokenizer.decode(self._sound(ids), skip_special_tokens=True))
 
     def decode_freely(self, ids: Sequence[int]) -> str:
-        """Return the same text as `decode`, with the GIL released but with more overhead: use it for many ids."""
+        """Return the same text as `decode`. It releases the GIL but has more overhead: use it for many ids."""
         (text,) = self._tokenizer.decode_batch([self._sound(ids)], skip_special_tokens=True)
         return str(text)
 
@@ -128,7 +128,7 @@ class TextTokenizer:
         return [self._byte_tokens[byte] for byte in run.decode("utf-8", "replace").encode()]
 
     def token_text(self, token_id: int) -> tuple[str, bytes]:
-        """Return the text and the UTF-8 bytes of one token, as logprobs report them; special tokens included.
+        """Return the text and the UTF-8 bytes of one token, as log-probabilities report them. Special tokens have both.
 
         A token that is only part of a character has U+FFFD in its text and its true bytes in the second value.
         """
@@ -139,7 +139,7 @@ class TextTokenizer:
         return text, text.encode()
 
     def textual(self, ids: Iterable[int]) -> list[int]:
-        """Return the ids without those that `decode` leaves out."""
+        """Return the ids without the ids that `decode` leaves out."""
         return [i for i in ids if i not in self._special and self._bytes(i)]
 
     def settled(self, ids: Sequence[int]) -> str:
@@ -184,9 +184,9 @@ class TextTokenizer:
 class IncrementalDetokenizer:
     """Returns the text of a sequence as its tokens arrive, in complete characters.
 
-    The joined results of `push` and `finish` are `decode(prompt + pushed)` without the prompt's own text, however the
-    tokens were split. A character that the prompt's last token begins and the model completes belongs to the output.
-    A push decodes only a bounded window: the new tokens and the tokens just before them.
+    The joined results of `push` and `finish` are `decode(prompt + pushed)` without the prompt's text, for any division
+    of the tokens into pushes. A character that the prompt's last token begins and the model completes belongs to the
+    output. A push decodes only a bounded window: the new tokens and the tokens just before them.
     """
 
     def __init__(self, tokenizer: TextTokenizer, prompt_token_ids: Sequence[int]) -> None:
@@ -217,7 +217,7 @@ class IncrementalDetokenizer:
         return piece
 
     def finish(self) -> str:
-        """Return the rest of the text: usually empty, or U+FFFD for a character that was never completed."""
+        """Return the rest of the text. It is usually empty; a character that was never completed gives U+FFFD."""
         text = self._tokenizer.decode(self._window)
         piece = text[self._sent :]
         self._sent = max(self._sent, len(text))
@@ -247,8 +247,9 @@ class StopHit:
 class StopFinder:
     """Finds the first stop string that a growing text completes, wherever the text is split into pieces.
 
-    The first stop string is the one that ends first; of two that end together, the longer one. Each stop string has its
-    own Knuth-Morris-Pratt matcher, so a character costs constant amortised time per stop string, and no text is kept.
+    The first stop string is the one that ends first. If two end at the same character, it is the longer of the two.
+    Each stop string has its own Knuth-Morris-Pratt matcher, so a character costs constant amortised time per stop
+    string, and no text is kept.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -258,7 +259,9 @@ class StopFinder:
         self._fed = 0  # characters fed so far
 
     def find(self, piece: str) -> StopHit | None:
-        """Feed the next piece; return the hit if it completes a stop string. Feed nothing after a hit."""
+        """Feed the next piece of text. Return a hit if the piece completes a stop string. Do not call `find` after a
+        hit.
+        """
         if not self._stops:
             self._fed += len(piece)
             return None
@@ -325,7 +328,7 @@ class StoppedText:
         self.sent = 0  # characters returned so far, without names of special tokens
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """Return the text that is safe to show after these tokens; empty after a stop string."""
+        """Return the text that can be shown after these tokens. It is empty after a stop string."""
         if not self._shown:
             return self._push(token_ids)
         text, run = "", list[int]()

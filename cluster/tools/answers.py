@@ -36,7 +36,7 @@ class ServerAnswers:
     """Answers of a server. Each chunk of the stream carries the output of one step."""
 
     def __init__(self, client: Client, model: str | None) -> None:
-        """`model` is a model name; None takes the first model that the server lists.
+        """`model` is the name of a model. If it is None, the first model that the server lists is used.
 
         Raises:
             NoAnswerError: the server cannot be reached or lists no model.

@@ -38,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Chat until the input ends or /exit. Return 1 if the server cannot be reached, or if the input is not a terminal
-    and at least one of its lines failed; else 0.
+    """Chat until the input ends or /exit. Return 1 if the server cannot be reached. Also return 1 if the input is not a
+    terminal and a line of it failed. Otherwise return 0.
 
     Raises:
         ConfigError: a setting cannot be honoured.
@@ -71,7 +71,7 @@ def _answers(args: argparse.Namespace) -> Answers:
     """Return the server or the local engine that the flags name.
 
     Raises:
-        ConfigError: neither or both of MODEL and --url are given, or a flag belongs to the other one.
+        ConfigError: neither or both of MODEL and --url are given, or a flag does not go with the given one.
         NoAnswerError: the server cannot be reached.
     """
     if (args.dir is None) == (args.url is None):
@@ -138,7 +138,7 @@ class PrintedAnswer:
 
 
 def _ask(question: str, talk: Conversation, answers: Answers, screen: Screen) -> bool:
-    """Print the answer as it streams; if there is one, add question and answer to the conversation and return True."""
+    """Print the answer as it streams. If there is one, add question and answer to the conversation and return True."""
     answer = PrintedAnswer()
     try:
         with closing(answers.answer(talk.body(question))) as runs:

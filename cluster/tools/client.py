@@ -30,7 +30,8 @@ class Client:
     """A client of one server. Each call opens a connection of its own."""
 
     def __init__(self, url: str, api_key: str | None = None, page_timeout_s: float = PAGE_TIMEOUT_S) -> None:
-        """`url` may end in /v1, as for OpenAI's clients. `api_key` None takes the key of the environment, if set.
+        """`url` may end in /v1, as for OpenAI's clients. If `api_key` is None, the key in the variable `KEY` is used,
+        if set.
 
         Raises:
             ConfigError: `url` is not an http or https URL.
@@ -67,7 +68,7 @@ class Client:
         """Return the JSON object that GET `path` answers.
 
         Raises:
-            NoAnswerError: as `page`, or the body is not a JSON object.
+            NoAnswerError: for the reasons of `page`, or because the body is not a JSON object.
         """
         try:
             found = json.loads(self.page(path))

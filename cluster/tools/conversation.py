@@ -58,7 +58,8 @@ class Conversation:
         raise ValueError(f"there is no command {word!r}; /help lists them")
 
     def set(self, name: str, value: str) -> None:
-        """Set a request field. `value` is read as JSON, or else taken as a text; an empty value removes the field.
+        """Set a request field. `value` is parsed as JSON; if it is not JSON, it is used as text. An empty value removes
+        the field.
 
         Raises:
             ValueError: the field is unknown, belongs to the chat itself, or cannot have this value.

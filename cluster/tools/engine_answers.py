@@ -27,7 +27,7 @@ class EngineAnswers:
         """Read the tokenizer and the chat template from the target's folder.
 
         Raises:
-            ConfigError: the folder lacks one of them.
+            ConfigError: the folder has no tokenizer or no chat template.
         """
         info = engine.info()
         path = info.config.model_path

@@ -1,8 +1,8 @@
 """`aerie export-draft`: write an EAGLE-3 draft in another dialect (the checkpoint format of another tool).
 
 Weights are copied bit for bit. The draft's sample is copied too, because it is valid in every dialect. Idle layers
-(both output projections zero) may be appended; their inputs are those of later layers in the dialect. A draft that the
-dialect cannot express is refused.
+(both output projections zero) may be appended. Their inputs are those that the dialect gives to all layers after the
+first. A draft that the dialect cannot express is refused.
 """
 
 import argparse
@@ -86,7 +86,9 @@ def _may_say(spec: DraftSpec, dialect: str, meaning: str, count: int, folder: st
 
 
 def idle_layer(tensors: dict[str, Tensor], index: int, meaning: str, hidden: int) -> dict[str, Tensor]:
-    """Return a layer that adds nothing: layer 0 with both output projections zero. `meaning`: see `DIALECTS`."""
+    """Return a layer that adds nothing: layer 0 with both output projections zero. `meaning` names its inputs, as in
+    `DIALECTS`.
+    """
     made: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if not name.startswith("layers.0."):
@@ -189,8 +191,9 @@ DIALECTS: dict[str, tuple[str, Callable[[DraftSpec], Config]]] = {
     "speculators": ("input_layernorm", _speculators),
     "deepspec": ("pair", _deepspec),
 }
-"""Per dialect: the input of layers after the first (the norm of the hidden state, or `pair`: embedding and hidden), and
-the function that makes its config."""
+"""For each dialect: the input of layers after the first, and the function that makes the config. The input is named by
+the norm of the hidden state, or it is `pair`: embedding and hidden state.
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

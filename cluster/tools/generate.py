@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Generate, and print the output of each step; return 1 if the request failed on the way, else 0.
+    """Generate, and print the output of each step. Return 1 if the request failed while it ran, else 0.
 
     Raises:
         ConfigError: a setting cannot be honoured.
@@ -107,12 +107,12 @@ def _words(output: SequenceOutput, text: StoppedText) -> str:
 
 
 def _numbers(output: SequenceOutput, begun: bool) -> str:
-    """Return the token ids of one output, joined by commas; with a leading comma if the list has `begun`."""
+    """Return the token ids of one output, joined by commas. If the printed list has `begun`, a comma comes first."""
     return "".join(f",{token}" for token in output.token_ids).removeprefix("" if begun else ",")
 
 
 def _model_and_text(args: argparse.Namespace) -> tuple[str, str | None]:
-    """Return the target (a folder or a name on a hub) and the prompt's text, None if --prompt-token-ids is given.
+    """Return the target (a folder or a name on a hub), and the prompt's text or None if --prompt-token-ids is given.
 
     Raises:
         ConfigError: the model or the prompt is missing or given twice.

@@ -1,5 +1,5 @@
-"""`aerie inspect`: what a checkpoint is and how it would be served, from configs and tensor headers; no weight is read.
-The headers of a model on a hub are read by range requests, so its weights are not downloaded.
+"""`aerie inspect`: describe a checkpoint and how it would be served, from configs and tensor headers. No weight is
+read. The headers of a model on a hub are read by range requests, so its weights are not downloaded.
 
 A target alone is described without torch, whose import takes longer than everything else. A draft, several ranks, the
 list of tensors, quantised weights and problems need the loading code, run on torch's meta device.
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; return 1 if the model cannot be served, else 0.
+    """Print the report. Return 1 if the model cannot be served, else 0.
 
     Raises:
         ConfigError: an override is wrong, or a flag of the draft is given without --draft.
@@ -96,7 +96,7 @@ def _report(args: argparse.Namespace, overrides: dict[str, Any] | None, device: 
 
 
 def _here(here: Report, report: Report) -> dict[str, Any]:
-    """Return `here`'s memory, and its quantised weights and problems where they differ from `report`."""
+    """Return the memory in `here`, and its quantised weights and its problems if they differ from those in `report`."""
     found = dict(here.memory)
     for name, one, two in (("target", here.target, report.target), ("draft", here.draft or {}, report.draft or {})):
         if one.get("quantised") != two.get("quantised"):
@@ -107,8 +107,8 @@ def _here(here: Report, report: Report) -> dict[str, Any]:
 
 
 def _folder_of(given: str | None, stack: ExitStack, shown: dict[str, str]) -> str | None:
-    """Return `given` if it is a folder or None. If it is a model's name on a hub, return a temporary folder with its
-    configs and headers, which lives until `stack` is closed, and add the folder and the name to `shown`.
+    """Return `given` if it is a folder or None. If it is the name of a model on a hub, return a temporary folder with
+    the model's configs and headers. The folder exists until `stack` is closed. Add the folder and the name to `shown`.
 
     Raises:
         ConfigError: the model cannot be read from the hub.

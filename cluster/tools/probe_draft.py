@@ -1,8 +1,9 @@
-"""`aerie probe-draft`: find the reading of a draft with the highest accept length, if its tensors allow several.
+"""`aerie probe-draft`: find the reading of a draft with the highest accept length. A reading is one way to interpret
+the draft's tensors, if the tensors allow several.
 
 Each value of each fact that the tensors do not settle is tried on a few short prompts with fixed seeds, so all readings
-draft for the same text. A value other than that of the draft's config or format is recommended only if it is better by
-`MARGIN`.
+draft for the same text. A value that differs from the draft's config or format is recommended only if its accept length
+is higher by the factor `MARGIN`.
 """
 
 import argparse
@@ -30,12 +31,15 @@ PROMPTS = (
 NEW_TOKENS = 64
 NUM_STEPS = 4
 MARGIN = 1.04
-"""Factor in accept length by which another value must be better. The demo draft's accept length moves by up to 2%, up
-or down, between readings that differ by one aux layer."""
+"""Another value is used only if its accept length is more than `MARGIN` times the best so far. The demo draft's accept
+length changes by up to 2%, up or down, between readings that differ by one aux layer.
+"""
 
 
 class Reading(NamedTuple):
-    """The result of reading the draft with `overrides`: mean accept length, or the error if it cannot be read so."""
+    """The result of reading the draft with `overrides`: the mean accept length, or the error if the draft cannot be
+    read.
+    """
 
     overrides: dict[str, Any]
     accept_length: float
@@ -43,8 +47,9 @@ class Reading(NamedTuple):
 
 
 def probe_draft(draft: str, target: str, algorithm: str | None, say: Callable[[Reading], None]) -> dict[str, Any]:
-    """Return the overrides to set: values that differ from the draft's config or format and are better by `MARGIN`.
-    Facts are tried one by one, each starting from the best reading so far; `say` is called with every reading.
+    """Return the overrides to set: values that differ from the draft's config or format and have a higher accept length
+    by the factor `MARGIN`. Facts are tried one by one, starting from the best reading so far. `say` is called with
+    every reading.
 
     Raises:
         ConfigError: the pair cannot be served or has no tokenizer, or the draft has a sample, which settles its facts.

@@ -1,4 +1,6 @@
-"""`aerie sample-draft`: write a draft's output on a few tokens into its folder; every later load checks against it."""
+"""`aerie sample-draft`: write a draft's output on a few tokens into its folder. Every later load compares its output
+with this sample.
+"""
 
 import argparse
 import json
@@ -27,8 +29,8 @@ def settings_of(draft: str, target: str, algorithm: str | None) -> dict[str, obj
 def sample_draft(
     draft: str, target: str, algorithm: str | None, dtype: str = "float32", overrides: dict[str, Any] | None = None
 ) -> list[int]:
-    """Write `draft_sample.json` into the folder `draft`; return the tokens of the sample. The caller must know that
-    `target` and `overrides` are right for this draft: a sample from a wrong reading would confirm that reading.
+    """Write `draft_sample.json` into the folder `draft`; return the tokens of the sample. `target` and `overrides` must
+    be known to be right for this draft: a sample from a wrong reading would confirm the wrong reading.
 
     Raises:
         ConfigError: `draft` is not a folder, a sample exists already, or the pair cannot be served.
@@ -55,8 +57,8 @@ def sample_draft(
 
 def clearest(sample_draft: Callable[[tuple[int, ...]], EagleDraftInput], tokens: Sequence[int]) -> Sample:
     """Return the draft's output after the longest prefix of `tokens` (more than half of them) whose next token is
-    clear, or else after the prefix whose next token is likeliest. A token is clear if its log-probability is above
-    `CLEAR`: it then stays the likeliest under another machine's rounding.
+    clear. A token is clear if its log-probability is above `CLEAR`: it then stays the likeliest under another machine's
+    rounding. If no next token is clear, the prefix with the likeliest next token is used.
     """
     best: Sample | None = None
     for count in range(len(tokens), len(tokens) // 2, -1):

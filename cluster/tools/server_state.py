@@ -12,8 +12,8 @@ RANK_FACTS = ("step", "phase", "running", "waiting", "accept_length")
 
 
 class ServerWatch:
-    """Polls one server. With several replicas, any one of them answers /server_info, so the watch remembers the gangs
-    of earlier answers. /metrics covers all replicas.
+    """Polls one server. If there are several replicas, /server_info describes the gang of one of them, so the watch
+    remembers the gangs of earlier answers. /metrics covers all replicas.
     """
 
     def __init__(self, client: Client) -> None:
@@ -22,8 +22,8 @@ class ServerWatch:
         self._before: tuple[float, dict[str, float]] | None = None
 
     def look(self) -> dict[str, Any]:
-        """Return the server's state. Tokens per second and accept length cover the time since the last call; they are
-        None at the first call, and the accept length also if nothing was drafted.
+        """Return the server's state. Tokens per second and accept length cover the time since the last call. Both are
+        None at the first call. The accept length is also None if nothing was drafted.
 
         Raises:
             NoAnswerError: the server cannot be reached, or it is not Aerie.
@@ -57,7 +57,9 @@ class ServerWatch:
 
 
 def totals(page: str) -> dict[str, float]:
-    """Sum each metric of a Prometheus page over its labels. Keys: `name`, or `name/state` with a `state` label."""
+    """Sum each metric of a Prometheus page over its labels. The keys are `name`, or `name/state` if a sample has the
+    label `state`.
+    """
     sums: dict[str, float] = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
@@ -67,7 +69,7 @@ def totals(page: str) -> dict[str, float]:
 
 
 def gang_of(info: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of one gang from its /server_info; a rank without a heartbeat is `silent`."""
+    """Return the state of one gang from its /server_info. A rank without a heartbeat is `silent`."""
     beats = {beat["rank"]: beat for beat in info.get("ranks", [])}
     return {
         "gang": info.get("gang", ""),

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Watch until Ctrl-C, or print once. Return 1 if `--once` is given and the server cannot be reached, else 0.
+    """Redraw the table until Ctrl-C, or print it once. Return 1 if `--once` is given and the server cannot be reached.
 
     Raises:
         ConfigError: the URL is invalid.

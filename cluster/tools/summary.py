@@ -18,7 +18,7 @@ ASSUMED_DEVICE = "cuda"  # for estimates without an engine: only torch could tel
 @dataclass(slots=True)
 class Report:
     """A report on a target and its draft. They can be served if `problems` is empty. If the report is for a GPU and
-    this machine has none, `here` is the memory on this machine and whatever else differs on it.
+    this machine has none, `here` has the memory on this machine, and all other facts that differ on this machine.
     """
 
     target: dict[str, Any] = field(default_factory=dict)
@@ -47,7 +47,7 @@ def described(folder: str, arch: TargetArch) -> dict[str, Any]:
 
 
 def features_of(arch: TargetArch) -> dict[str, Any]:
-    """Return the kinds of a target's layers, as JSON-ready values."""
+    """Return the features of a target (attention, experts, windows, tied embeddings), as JSON-ready values."""
     return {
         "speculation": None,
         "attention": "latent" if arch.layer.latent else "grouped",

@@ -69,7 +69,9 @@ class TensorRecorder(Checkpoint):
         expert: int | None = None,
         device: torch.device | None = None,
     ) -> Matrix:
-        """Return the tensor without data; if it is missing or wrong, record that and return one of the right shape."""
+        """Return the tensor without data. If it is missing or wrong, record the problem and return a tensor of the
+        right shape.
+        """
         try:
             cut = super().matrix(name, shape, rows, columns, expert)
         except ConfigError as error:
@@ -87,13 +89,15 @@ class TensorRecorder(Checkpoint):
         return cut
 
     def elsewhere(self, name: str, shape: tuple[int, ...]) -> None:
-        """Record that another rank holds this tensor: this rank holds 0 of its numbers."""
+        """Record that another rank holds this tensor: this rank holds 0 of its elements."""
         super().elsewhere(name, shape)
         if self.placed and self.placed[-1].goes_to == name:
             self.placed[-1] = replace(self.placed[-1], numbers=0)
 
     def bytes_in(self, dtype: torch.dtype) -> int:
-        """Return the bytes of the taken tensors: packed ones (in `tally`) as they are, the others in `dtype`."""
+        """Return the bytes of the taken tensors: packed tensors (in `tally`) with their own size, the others in
+        `dtype`.
+        """
         numbers = sum(placed.numbers for placed in self.placed) - self.tally.numbers
         return numbers * dtype.itemsize + self.tally.nbytes
 
@@ -154,9 +158,11 @@ def inspect(
     cache: str = "auto",
 ) -> Report:
     """Report how the target in `path` and the draft in `draft` would be served by `tp` ranks in `dp` attention groups,
-    with experts in `ep` parts. Numbers per rank are those of rank 0, but with the expert share of the fullest rank.
+    with experts in `ep` parts. The figures per rank are those of rank 0, except that the experts are those of the rank
+    with the most experts.
 
-    `cache` is `kv_cache_dtype`. If the target is recognised but cannot be served, only the draft is reported.
+    `cache` is the setting `kv_cache_dtype`. If the target is recognised but cannot be served, only the draft is
+    reported.
 
     Raises:
         ConfigError: `dp` or `ep` does not divide `tp`.

@@ -1,4 +1,4 @@
-"""Terminal output of the commands: colours where the terminal allows them, and lines that are redrawn in place."""
+"""Terminal output of the commands: colours if the terminal allows them, and lines that are redrawn in place."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ PICTURES |= {0x7F: 0x2421, **dict.fromkeys(range(0x80, 0xA0), 0xFFFD)}
 
 
 class Screen:
-    """The output of a command. A file or pipe gets the text unchanged and without colours.
+    """The output of a command. A file or a pipe gets the text unchanged, without colours.
 
     Colours are also off if `NO_COLOR` is set (https://no-color.org) or `TERM` is "dumb".
     """

@@ -33,9 +33,15 @@ def note(scope: Scope, call_id: str, choices: Sequence[OutputSequence]) -> None:
 class AccessLog:
     """The app's outermost ASGI middleware: logs the method, path, tokens, duration and outcome of each call.
 
-    `outcome` is "ok"; "gone" if the client disconnected before the end; "refused" if the call never began (4xx, or 503
-    because of load or draining); "error" if the server failed or shut down during the call (503, another 5xx, or an
-    error event in a stream that began with 200). `first_token_s` and `total_s` are seconds since arrival.
+    `outcome` is one of:
+
+    - "ok": the whole answer was sent, with a status below 400.
+    - "gone": the client disconnected before the end.
+    - "refused": the call never began (4xx, or 503 because of load or draining).
+    - "error": the server failed or shut down during the call (503, another 5xx, or an error event in a stream that
+      began with 200).
+
+    `first_token_s` and `total_s` are seconds since the call arrived.
     """
 
     def __init__(self, app: ASGIApp, service: Service, routes: Iterable[str]) -> None:
@@ -88,7 +94,7 @@ class AccessLog:
 
 
 def _fields(scope: Scope, status: int, whole: bool, arrived: float) -> dict[str, Any]:
-    """Return the fields of a line besides method and path; an unknown value is None."""
+    """Return the fields of a log line, except method and path. A value that is not known is None."""
     fields: dict[str, Any] = {"status": status or CLIENT_GONE}
     if (key := key_of(scope)) is not None:
         fields["key"] = key.name

@@ -1,4 +1,4 @@
-"""One reader per API: turns the body of a generating route into a core request and the shape of its answer."""
+"""One reader per API. It turns the body of a generating route into a core request: a completion or chat request."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -22,11 +22,11 @@ F = TypeVar("F", CompletionRequest, ChatRequest, TokenizeRequest)
 
 @dataclass(frozen=True, slots=True)
 class CoreRequest:
-    """The body of any API as a core request, with warnings about its fields.
+    """The body of any API as a completion or chat request (`fields`), with warnings about ignored fields.
 
-    `shape` builds the object that writes the answer. The answer's id begins with `prefix`; unless `id_header` is empty,
-    the header of that name holds the id too. `origins` translates field names of `fields` in errors and warnings to
-    those of the body that the client sent.
+    `shape` builds the object that writes the answer. The answer's id begins with `prefix`. If `id_header` is not empty,
+    a response header of that name also has the id. `origins` translates names of `fields` in errors and warnings into
+    the names in the client's body.
     """
 
     fields: CompletionRequest | ChatRequest
@@ -38,7 +38,9 @@ class CoreRequest:
 
 
 Reader = Callable[[Served, RequestLimits, Mapping[str, Any]], CoreRequest]
-"""Reads the body of one API. Raises ApiError if it cannot be served; the error names the field at fault."""
+"""A function that parses the body of one API. It raises an ApiError that names the wrong field if the body cannot be
+served.
+"""
 
 
 def checked(service: Served, limits: RequestLimits, kind: type[F], body: Mapping[str, Any]) -> tuple[F, list[str]]:

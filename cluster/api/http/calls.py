@@ -39,10 +39,10 @@ from cluster.tokenizer.tokenizer import StoppedText, TextTokenizer
 
 @dataclass(frozen=True, slots=True)
 class GenerateCall:
-    """A parsed call: its id, its sequences, the object that writes its answer, and the headers of the answer.
+    """A parsed call, ready for the engine. `shape` writes its answer; `headers` are the HTTP headers of the answer.
 
-    `scores` is the number of prompt log-probabilities in the answer. With many of them, the answer is serialised off
-    the event loop.
+    `scores` is the number of prompt log-probabilities in the answer. If it is large, the answer is serialised off the
+    event loop.
     """
 
     call_id: str
@@ -56,7 +56,12 @@ class GenerateCall:
 async def answer(
     service: Service, limits: RequestLimits, intake: BodyReader, request: HttpRequest, read: Reader
 ) -> Response:
-    """Return the response of a generating route, JSON or an event stream. `read` reads its bodies; raises ApiError."""
+    """Serve one call of a generating route, and return JSON or an event stream. `read` parses the route's bodies.
+
+    Raises:
+        ApiError: the call is refused, or fails before its answer begins.
+        ClientGoneError: the client closed the connection before its answer began (streamed) or was complete.
+    """
     arrived = time.perf_counter()
     try:
         if (why := service.engine.full()) is not None:  # refuse before spending time on the body
@@ -83,7 +88,7 @@ async def answer(
 
 
 async def _streamed(request: HttpRequest, call: GenerateCall, deltas: AsyncGenerator[Delta, None]) -> Response:
-    """Return the event stream once its first tokens exist: until then a refusal can still have its own HTTP status."""
+    """Wait for the first tokens, then return the event stream. Before them, an error can still set the HTTP status."""
     try:
         first = await until_client_leaves(request.receive, _first(deltas))
     except BaseException:
@@ -114,8 +119,14 @@ async def _all(deltas: AsyncGenerator[Delta, None]) -> list[Delta]:
 async def understand(
     service: Served, limits: RequestLimits, asked: CoreRequest, length: int, salt: int = 0
 ) -> GenerateCall:
-    """Return the call of a request: encode its prompts, and give each sequence its sampling settings, its seed and the
-    cache `salt`. For a long body (`length` bytes) the work is done off the event loop.
+    """Prepare all that a call needs before it goes to the engine.
+
+    - Encode and truncate the prompts. Compile the grammar, if one is requested.
+    - Choose the id of the call.
+    - Make one sequence per sample of each prompt, with its id, sampling parameters, seed and the cache `salt`.
+    - Make the object that writes the answer.
+
+    `length` is the length of the body in bytes. The work on a long body runs off the event loop.
 
     Raises:
         ApiError: the request cannot be served; the error names the field at fault.
@@ -141,6 +152,7 @@ async def understand(
         default_tokens = limits.default_completion_tokens
 
     grammar = None if constraint is None else await service.grammars.compiled(constraint)
+    # From here on `prompts` holds the kept tokens; `whole` holds the prompts before truncation.
     whole, prompts = prompts, [fields.kept(ids, model.room, default_tokens) for ids in prompts]
     scores = _scores(fields, prompts, limits)
     echoes = await off_loop(length, lambda: _echoes(service, fields, whole, prompts))
@@ -156,9 +168,12 @@ async def understand(
             for i in range(fields.samples):
                 text = None if tokenizer is None else _text_of(tokenizer.text, ids, params, fields, chat)
                 own = replace(params, seed=fields.seed_of(i), adjustments=adjustments, grammar=grammar)
-                if i and not fields.stream:  # one sequence per prompt carries its log-probabilities
+                # If not streamed, only sample 0 computes the prompt's log-probabilities; the other samples get a copy.
+                # The samples of a stream are sent separately, so each sample computes them.
+                if i and not fields.stream:
                     own = replace(own, prompt_logprobs=None)
                 index = len(choices)
+                # 0 is `resumed_tokens`: the sequence is new, not resumed
                 sequence = Request(f"{sequence_id}-{index}", ids, own, 0, fields.routed_dp_rank, salt)
                 choices.append(
                     OutputSequence(index, at, sequence, text, fields.include_stop_str_in_output, chat.reader())
@@ -176,13 +191,15 @@ async def understand(
 def _text_of(
     words: TextTokenizer, ids: tuple[int, ...], params: RequestParams, fields: GenerationFields, chat: ChatOutput
 ) -> StoppedText:
-    """Return the text of a new sequence: it ends before or after the stop strings of the request."""
+    """Return the object that turns the tokens of a sequence into text, and cuts the text at a stop string."""
     included, least = fields.include_stop_str_in_output, fields.min_tokens
     return StoppedText(words, ids, params.stop, included, least, chat.special)
 
 
 def _ids(prefix: str, request_id: str | None) -> tuple[str, str]:
-    """Return the id of a call, and that of its sequences: different ones, as a client may use a `request_id` again."""
+    """Return the id of a call, and the common prefix of the ids of its sequences. With a client's `request_id` the
+    prefix gets a random suffix, because a client may use a `request_id` again.
+    """
     unique = uuid.uuid4().hex
     call_id = prefix + (request_id or unique)
     return call_id, f"{call_id}-{unique[:8]}" if request_id else call_id
@@ -206,8 +223,9 @@ def _extras(fields: CompletionRequest | ChatRequest, echoes: tuple[str, ...]) ->
 def _echoes(
     service: Served, fields: CompletionRequest | ChatRequest, whole: list[tuple[int, ...]], kept: list[tuple[int, ...]]
 ) -> tuple[str, ...]:
-    """Return the prompt texts that an answer with `echo` repeats; empty without `echo`. A prompt sent as token ids, or
-    truncated (`kept` is shorter than `whole`), is decoded from its tokens.
+    """Return the prompt texts with which an answer with `echo` begins; empty without `echo`. `whole` are the prompts,
+    `kept` the prompts after truncation. A prompt that was truncated or sent as token ids is decoded from its kept
+    tokens.
     """
     if not isinstance(fields, CompletionRequest) or not fields.echo:
         return ()
@@ -223,12 +241,12 @@ def _scores(fields: CompletionRequest | ChatRequest, prompts: list[tuple[int, ..
     """Return the number of prompt log-probabilities in the answer.
 
     Raises:
-        ApiError: it exceeds `limits.prompt_logprobs`.
+        ApiError: 400 if the number exceeds `limits.prompt_logprobs`.
     """
     wanted = fields.prompt_logprobs_wanted()
     if wanted is None:
         return 0
-    scores = sum(map(len, prompts)) * fields.samples * (wanted + 1)  # + 1: the prompt token beside the alternatives
+    scores = sum(map(len, prompts)) * fields.samples * (wanted + 1)  # + 1: the prompt token itself
     if scores > limits.prompt_logprobs:
         param = "echo" if fields.prompt_logprobs is None else "prompt_logprobs"
         raise ApiError(
@@ -255,7 +273,7 @@ async def _encoded(
 
 
 async def tokens_of(service: Service, fields: TokenizeRequest, length: int) -> tuple[int, ...]:
-    """Return the token ids for /tokenize; the body has `length` bytes.
+    """Return the token ids for /tokenize. `length` is the length of the body in bytes.
 
     Raises:
         ApiError: the model has no tokenizer or no chat template, or the template refuses the conversation.
@@ -268,7 +286,7 @@ async def tokens_of(service: Service, fields: TokenizeRequest, length: int) -> t
 
 
 async def count_of(service: Service, asked: CoreRequest, length: int) -> int:
-    """Return the number of prompt tokens of a conversation; the body has `length` bytes.
+    """Return the number of prompt tokens of a conversation. `length` is the length of the body in bytes.
 
     Raises:
         ApiError: the model has no tokenizer or no chat template, or the template refuses the conversation.
@@ -279,7 +297,7 @@ async def count_of(service: Service, asked: CoreRequest, length: int) -> int:
 
 
 async def text_of(service: Service, fields: DetokenizeRequest, length: int) -> str:
-    """Return the text for /detokenize; the body has `length` bytes.
+    """Return the text for /detokenize. `length` is the length of the body in bytes.
 
     Raises:
         ApiError: the body names another model, the model has no tokenizer, or a token id is not in its vocabulary.

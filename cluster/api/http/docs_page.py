@@ -55,7 +55,7 @@ def _body(schema: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_neutral(field: Mapping[str, Any]) -> bool:
-    """Return whether a field is known but not supported: `openapi` gives it an enum of the values that do nothing."""
+    """Return whether a field is known but not supported: `openapi` lists the values that do nothing as its enum."""
     return "enum" in field and "description" in field
 
 

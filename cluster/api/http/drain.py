@@ -18,14 +18,18 @@ logger = logging.getLogger(__name__)
 GENERATION = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
 REFUSED = GENERATION | {"/ready"}
 RETRY_AFTER_S = 5  # about the time until another server, or the next one at this address, is ready
-END_MARGIN_S = 1.5  # streams end this long before Serve kills a replica, which leaves time for error events,
-END_SHARE = 0.5  # or this share of graceful_shutdown_timeout_s before it, if that is shorter
-LAPSE_S = 30.0  # a draining `aerie serve` repeats its call; if no call comes for so long, it was killed: accept again
+# Open streams are ended min(END_MARGIN_S, END_SHARE * graceful_shutdown_timeout_s) seconds before Serve kills the
+# replica, so that their error events can still be sent.
+END_MARGIN_S = 1.5
+END_SHARE = 0.5
+# While draining, `aerie serve` repeats its call of `Drain.begin`. If none comes for LAPSE_S, `aerie serve` was killed,
+# and the replica accepts calls again.
+LAPSE_S = 30.0
 SHUTTING_DOWN = "the server is shutting down"
 
 
 class Drain:
-    """Whether one replica accepts calls, and how many are open; used only on the event loop that serves them."""
+    """Whether one replica accepts calls, and how many are open. Used only on the event loop that serves the calls."""
 
     def __init__(self) -> None:
         self.open = 0
@@ -37,7 +41,9 @@ class Drain:
         return time.monotonic() < self._until
 
     def begin(self) -> int:
-        """Refuse new calls for the next `LAPSE_S`; return how many are open. The caller repeats this until the end."""
+        """Refuse new calls for the next `LAPSE_S` seconds, and return the number of open calls. `aerie serve` calls
+        this repeatedly until the server ends.
+        """
         if not self.refusing:
             logger.info("draining: %d open calls go on, new ones are refused", self.open)
         self._until = time.monotonic() + LAPSE_S
@@ -86,7 +92,7 @@ def when_leaving(end: Callable[[], None]) -> None:
 
     On a redeploy or scale-down Serve gives a replica `graceful_shutdown_timeout_s` for its open requests and then kills
     it, without notice to the replica's code. So this function wraps a private method of Serve's replica. A version of
-    Serve without that method is not patched: there, streams that are open at the end are cut.
+    Serve without that method is not patched; its open streams are cut at the end.
     """
     replica: Any = getattr(importlib.import_module("ray.serve._private.replica"), "Replica", None)
     stop = getattr(replica, "_perform_graceful_shutdown", None)

@@ -1,4 +1,4 @@
-"""Chooses the JSON form of an error: that of the API to which the path of the request belongs."""
+"""Chooses the JSON form (the envelope) of an error, by the API to which the request's path belongs."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ from cluster.api.anthropic.errors import anthropic_envelope
 from cluster.api.core.errors import ApiError, Envelope
 
 OF_PATHS: Mapping[str, Envelope] = {"/v1/messages": anthropic_envelope}
-"""The envelope of a path and of all paths below it. All other paths use OpenAI's envelope."""
+"""Maps a path to the envelope for this path and all paths below it. All other paths use OpenAI's envelope."""
 
 
 def envelope_of(scope: Scope) -> Envelope:

@@ -34,7 +34,7 @@ SCOPES: Mapping[str, Scope] = {
     "/openapi.json": "use",
     "/docs": "use",
     "/server_info": "admin",  # paths, addresses, process ids, causes of faults
-    "/server_state": "use",  # the same without those; it tells causes to admins
+    "/server_state": "use",  # no paths, addresses or process ids; only admins get causes of faults
     **dict.fromkeys(PAGE, "use"),
 }
 """The scope that each declared path needs. A route that is missing here needs scope admin."""
@@ -43,21 +43,21 @@ POLICY_VIOLATION = 1008  # the close code of a refused websocket
 
 
 def key_of(call: Call) -> ApiKey | None:
-    """Return the key of a call; None if the server has no keys or the call came without one."""
+    """Return the API key of a call, or None if the server has no keys or the call came without a key."""
     key: ApiKey | None = call.get(KEY)
     return key
 
 
 def is_anonymous(call: Call) -> bool:
-    """Return whether a call came without a key to a server that has keys. Such a call gets no causes of faults."""
+    """Return whether a call came without a key to a server that has keys. Its answer names no causes of faults."""
     return ANONYMOUS in call
 
 
 class Guard:
-    """ASGI middleware that denies calls without a key of the scope that their route needs."""
+    """ASGI middleware that denies a call whose key does not have the scope that the route needs."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, routes: Sequence[BaseRoute]) -> None:
-        """`routes` is the app's own list of routes; routes that are added later are seen too."""
+        """`routes` is the app's own list of routes; routes that are added later also count."""
         self._app, self._keys, self._routes = app, keys, routes
 
     async def __call__(self, scope: Call, receive: Receive, send: Send) -> None:
@@ -85,7 +85,9 @@ class Guard:
         return _no_key(token)
 
     def _route(self, call: Call) -> str | None:
-        """Return the declared path of the route that a call's path matches, with any method; None without a match."""
+        """Return the declared path of the first route that matches the call's path with any method; None if no route
+        does.
+        """
         for route in self._routes:
             if route.matches(call)[0] is not Match.NONE:
                 return getattr(route, "path", "")
@@ -93,7 +95,9 @@ class Guard:
 
 
 def _token(call: Call) -> bytes | None:
-    """Return a call's key: its Bearer token or Anthropic's x-api-key. None without a key or with two different ones."""
+    """Return a call's key: its Bearer token or Anthropic's x-api-key. None if the call has no key or two different
+    keys.
+    """
     tokens = set()
     for name, value in call["headers"]:
         if name == b"x-api-key":

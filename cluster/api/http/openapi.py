@@ -59,7 +59,9 @@ ERROR = {
 
 
 class OtherApi(NamedTuple):
-    """An API whose bodies become chat requests: the root of its paths, its bodies, the schema of its errors."""
+    """An API whose bodies become chat requests. `path` is the root of its paths; `error` is the JSON schema of its
+    errors.
+    """
 
     path: str
     bodies: tuple[type[TranslatedBody], ...]
@@ -91,7 +93,7 @@ def describe(app: FastAPI, limits: RequestLimits, others: Sequence[OtherApi] = (
 
 
 def schemas(limits: RequestLimits, others: Sequence[OtherApi] = ()) -> dict[str, Any]:
-    """Return the schemas of all bodies and of errors. They include `limits`: a body beyond a limit does not match."""
+    """Return the schemas of all bodies and of errors. A body that exceeds one of `limits` does not match its schema."""
     translated = [fields for other in others for fields in other.bodies]
     _, found = models_json_schema([(fields, "validation") for fields in (*BODIES, *translated)], ref_template=PLACE)
     named: dict[str, Any] = found["$defs"]
@@ -134,7 +136,7 @@ def schemas(limits: RequestLimits, others: Sequence[OtherApi] = ()) -> dict[str,
 def _say_translated(
     schema: dict[str, Any], fields: type[TranslatedBody], chat: Mapping[str, Any], limits: RequestLimits
 ) -> None:
-    """Add to the schema of another API's body the fields that it shares with a chat request, and those it refuses."""
+    """Add fields to the schema of another API's body: fields shared with a chat request, and refused fields."""
     of, table = schema["properties"], fields.table
     of |= {name: chat[name] for name in sorted(fields.extensions)}
     for name in (*table.refused, *table.remedies):

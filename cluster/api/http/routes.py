@@ -56,9 +56,11 @@ def make_app(
     origins: Sequence[str] = (),
     page: bool = True,
 ) -> FastAPI:
-    """Return the REST app of a service; every call reads the service's parts again. `limits` default to those for the
-    model's context length; `drain` says when to refuse calls. Without `keys` every route is open to everyone. Pages of
-    the `origins` may call from a browser (CORS). With `page`, / serves the status page.
+    """Return the REST app of `service`. Every call reads the properties of `service` again, so they may change.
+
+    If `limits` is None, the limits follow from the model's context length. `drain` says when to refuse calls. If `keys`
+    is None, every route is open to everyone. Browser pages of the `origins` may call the server (CORS). If `page` is
+    true, / serves the status page.
     """
     limits = limits or RequestLimits.of(service.model.context_length)
     app = FastAPI(title="Aerie", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
@@ -78,7 +80,7 @@ def make_app(
         app.add_middleware(Guard, keys=keys, routes=app.routes)
     if page:
         app.add_middleware(SlashBehindPrefix)
-    if origins:  # added after the guard, so it runs before it: a browser's preflight request carries no key
+    if origins:  # added after the guard, so CORS comes first: a browser's preflight request carries no key
         exposed = [WARNING_HEADER, "retry-after"]
         app.add_middleware(
             CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed
@@ -224,7 +226,7 @@ async def _check_progress(service: Service, request: Request) -> None:
 
 
 async def _status(service: Service) -> GangStatus:
-    """Return the gang's status; an unhealthy one if the gang fails to answer within `STATUS_TIMEOUT_S`."""
+    """Return the gang's status. If it cannot be read within `STATUS_TIMEOUT_S`, return an unhealthy status."""
     try:
         return await asyncio.wait_for(service.engine.status(), STATUS_TIMEOUT_S)
     except TimeoutError:

@@ -10,8 +10,8 @@ from cluster.chat.formats.choose import ChosenFormat
 
 
 def facts_of(model: ModelInfo, limits: RequestLimits, status: GangStatus, chosen: ChosenFormat) -> dict[str, Any]:
-    """Return the content of `/server_info`. `internal_states` holds the mean accept length where SGLang's benchmark
-    reads it. `chosen` names the formats of tool calls and reasoning in chat answers.
+    """Return the content of `/server_info`. `internal_states` holds the mean accept length, because SGLang's benchmark
+    reads it there. `chosen` names the formats of tool calls and reasoning in chat answers.
     """
     lengths = [beat.status.accept_length for beat in status.beats if beat.status.accept_length]
     history = asdict(status.history)

@@ -1,5 +1,5 @@
-"""`/server_state`: the present state of the server as JSON, for its status page. Apart from fault reasons, which only
-admins get, it names no path, address or process.
+"""`/server_state`: the present state of the server as JSON, for its status page. Only the reasons of faults may name
+paths, addresses and processes, and only admins get these reasons.
 """
 
 import time
@@ -41,8 +41,9 @@ SETTINGS = (
 
 
 def state_of(model_id: str, status: GangStatus, samples: Sequence[bytes], causes: bool) -> dict[str, Any]:
-    """Return the state of the gang that answers, and counts since the start, summed over all replicas; the difference
-    of two reads gives a rate. With `causes`, faults include their reasons, which may name addresses and processes.
+    """Return the state of one gang (`status`), and counts since the start, summed over all replicas (`samples`). The
+    difference of two reads gives a rate. If `causes` is true, faults include their reasons, which may name addresses
+    and processes.
     """
     sums = Sums(samples)
     infos, beats = {info.rank: info for info in status.ranks}, {beat.rank: beat for beat in status.beats}
@@ -74,7 +75,7 @@ def _depths(sums: Sums, **labels: str) -> list[int]:
 
 
 def _rank(rank: int, beat: Heartbeat | None, sums: Sums) -> dict[str, Any]:
-    """Return the state of one rank: `silent` without a heartbeat. Counts are summed over this rank of all gangs."""
+    """Return the state of one rank: `silent` if there is no heartbeat. Counts are sums over this rank of all gangs."""
     own = str(rank)
     counts = {name: int(sums.total(f"aerie_{name}_total", rank=own)) for name in OF_RANK}
     told = {"rank": rank, **counts, "accepted_by_depth": _depths(sums, rank=own)}
