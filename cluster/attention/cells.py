@@ -66,7 +66,7 @@ class RequestCells:
         self._pieces: dict[tuple[int, int, int, bool], list[CellPiece]] = {}
 
     def apart(self, width: int, cell: int) -> bool:
-        """Return whether requests should be read one by one, if each has `width` window slots and `cell` bytes a token."""
+        """Return whether requests of `width` window slots and `cell` bytes per token should be read one by one."""
         if self.counts is None:
             return False
         return len(self.counts) == 1 or len(self.counts) * (self.longest + width) * cell >= LARGE

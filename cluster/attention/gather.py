@@ -71,7 +71,7 @@ class Chunks:
     back: Tensor | None = None
 
     def parts(self, at: int, first: int, reader: GatherSpec) -> list[AttentionCall]:
-        """Return the calls for these chunks. Prompt rows begin at batch row `at`; `first` is as in `AttentionMetadata`."""
+        """Return the calls for these chunks. Prompt rows begin at batch row `at`; `first`: see `AttentionMetadata`."""
         cells, q = self.cells, self.counts[-1]
         if cells.apart(q, reader.cell):
             return list(self._apart(at + self.begin, first, reader))

@@ -119,7 +119,7 @@ class TritonAttention:
     def _attend_tree(
         self, given: tuple[Tensor | None, ...], tree: TreeRows, first: int, window: int, before: Before | None = None
     ) -> None:
-        """Attend the tree's rows. If `before` is given, attend only positions from `before.until` on, and merge both."""
+        """Attend the tree's rows. If `before` is given, attend positions from `before.until` on, and merge both."""
         bits = with_rows_whole(tree.bits)
         requests, (_, each, words) = tree.rows.shape[0], bits.shape
         # After `before`, little more than the window is left to read. The window is short, and its masks take

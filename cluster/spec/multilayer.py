@@ -35,7 +35,7 @@ from cluster.spec.verify import Accepted
 
 
 def kept_bytes(runners: int, hidden: int, dtype: torch.dtype) -> int:
-    """Return the bytes per token of the hidden that `runners` runners keep beside their pools; a single one keeps none."""
+    """Return the bytes per token that `runners` runners keep beside their pools; a single runner keeps nothing."""
     return runners * hidden * dtype.itemsize if runners > 1 else 0
 
 

@@ -133,7 +133,7 @@ class Step:
         return PhaseSampling(batch.sampling, noise, self.adjusting.of(batch.rows, batch.mode))
 
     def _noise(self, batch: Batch, num_steps: int) -> Noise:
-        """Return the noise of the B requests at S + 2 positions (S + 1 without a draft), for the ids this rank scores."""
+        """Return the noise of the B requests at S + 2 positions (S + 1 without a draft), for the ids scored here."""
         first = with_prompts(batch.seq_lens + 1, batch.prompt.final_lens)
         seeds, count = batch.sampling.seeds, num_steps + 1 + self._drafts
         vocab, dtype = self._target.model.arch.vocab_size, self.carried.hidden.dtype

@@ -200,7 +200,7 @@ class Repeated:
     first: dict[str, Any] | None = field(default=None, compare=False, repr=False)
 
     def __call__(self) -> bool:
-        """Plan the step; return False if the program does not fit the step, which then runs eagerly (`recorder.ahead`)."""
+        """Plan the step; return False if the program does not fit the step and must run eagerly (`recorder.ahead`)."""
         launched = self.plans.again(self.key, self.turn)
         if self.first is None:
             self.first = launched

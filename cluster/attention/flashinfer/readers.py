@@ -53,7 +53,7 @@ class CellReader(Protocol):
     """FlashInfer for one kind of cell."""
 
     def wrapper(self, buffers: GraphBuffers | None = None) -> Any:
-        """Return a FlashInfer wrapper with its own memory for one plan. If `buffers` is given, it is for CUDA graphs."""
+        """Return a FlashInfer wrapper with its own memory for one plan; for CUDA graphs if `buffers` is given."""
         ...
 
     def plan(self, wrapper: Any, work: AttentionWork) -> None:
