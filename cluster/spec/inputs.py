@@ -82,10 +82,7 @@ class EagleDraftExtendInput:
 
     @staticmethod
     def hidden_size_for(draft: DraftSpec | None) -> int:
-        """Return A: `num_aux * target_hidden` if the draft reads aux hidden states, else the target's width.
-
-        Without a draft, return 0.
-        """
+        """Return A, `num_aux * target_hidden` (`num_aux` is 1 if the draft reads no aux states); 0 without a draft."""
         return 0 if draft is None else draft.fc_in
 
     @staticmethod
