@@ -17,7 +17,7 @@ def words(width: int) -> int:
 def packed(visible: Tensor) -> Tensor:
     """Pack a visibility mask `[.., w]` to bits `[.., ceil(w / 32)]`, int32."""
     width = visible.shape[-1]
-    if width <= WORD:  # the usual case, with fewer operators; with bit 31 the sum wraps to the right negative number
+    if width <= WORD:  # the usual case takes fewer operators; with bit 31 the sum wraps to the right negative number
         return (visible * _places(width, visible.device)).sum(-1, keepdim=True, dtype=torch.int32)
     padded = F.pad(visible.to(torch.int64), (0, -width % WORD)).view(*visible.shape[:-1], words(width), WORD)
     numbers: Tensor = padded << torch.arange(WORD, device=visible.device)

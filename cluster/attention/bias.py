@@ -29,9 +29,9 @@ def _either(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Visibility:
-    """Visibility of q rows of each of R requests: all committed tokens, and the window slots in the mask `visible`
+    """What q rows of each of R requests see: all committed tokens, and the window slots in the mask `visible`
     `[R or 1, q, w]`. Rows at label `first` and above see no label below `first`. `bias` is the bias of `visible`;
-    `whole` is True if that bias is 0 everywhere.
+    `whole` is True only if that bias is 0 everywhere.
     """
 
     visible: Tensor
@@ -55,15 +55,15 @@ class Visibility:
         return Visibility(visible, bias_of(visible, dtype), first)
 
     def narrows(self, sliding_window: int | None) -> bool:
-        """Return whether some row may not see all committed tokens."""
+        """Return whether the sliding window or `first` may hide committed tokens from a row."""
         return sliding_window is not None or self.first > 0
 
     def narrowed(self, labels: Tensor, lens: Tensor, sliding_window: int | None) -> Tensor:
-        """Return the bias `[R, q, P + w]` over P cells with `labels` `[R, P]` (-1 for padding), then the window;
-        `lens` `[R]` tokens are committed. It applies the sliding window and `first`.
+        """Return the bias `[R, q, P + w]` with the sliding window and `first` applied. The P cells have the `labels`
+        `[R, P]` (-1 for padding); w window slots follow. `lens` `[R]` tokens are committed.
         """
-        # Slot j is the depth-th visible slot of its row, so it is at position lens + depth - 1. The last visible slot
-        # is the row itself, so its own label uses the count of all. Labels of masked slots are not used.
+        # If slot j is the depth-th visible slot of a row, its label is lens + depth - 1. A row's last visible slot is
+        # the row itself, so the last column has the row's own label. Labels of masked slots are not used.
         depth = self.visible.cumsum(-1)
         label = lens[:, None, None] + depth - 1
         own = label[..., -1:]

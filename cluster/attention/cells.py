@@ -16,25 +16,27 @@ from cluster.attention.bias import MASKED
 from cluster.kv.page_table import PageTable
 
 LARGE = 1 << 24
-"""Bytes of cells in one layer from which requests are read one by one. A smaller copy of all requests stays in the
-CPU's caches, and one call is faster than many. From 32 MB on, the copy alone takes four times as long as attention,
-because each call then gets new memory from the operating system."""
+"""If the cells of all requests have this many bytes in one layer, requests are read one by one. If there are fewer, a
+copy of all requests stays in the CPU's caches, and one call is faster than many. From 32 MB on, the copy alone takes
+four times as long as attention, because each call then gets new memory from the operating system."""
 LONG = 1 << 22
-"""Bytes of a request in one layer from which it is read in pieces, not copied, if it is not one run."""
+"""A request with this many bytes in one layer is read in pieces instead of copied, unless its slots are one run."""
 RUN = 1 << 18
-"""Bytes from which a run of slots is read in place as a piece. Shorter runs are copied together with their neighbours,
-which costs less than separate matrix products."""
+"""A run of slots with this many bytes is read in place, as a piece. Shorter runs are copied together with their
+neighbours, which costs less than separate matrix products."""
 
 
 class CellPiece(NamedTuple):
-    """`length` cells of each of R requests in order of position: a pool slice (R = 1), or slots `[R * length]`."""
+    """`length` cells of each of R requests in order of position. `read` is a pool slice (only if R is 1), or the slots
+    `[R * length]`.
+    """
 
     read: slice | Tensor
     length: int
 
 
 def look(numbers: Tensor) -> list[Any] | None:
-    """Return the values of a tensor of lengths or pages on a CPU, and None on a GPU, where reading it would wait.
+    """Return the values of a tensor of lengths or pages; None if it is on a GPU, where reading would wait.
 
     This is the only place where attention reads tensors on the host.
     """
@@ -46,8 +48,8 @@ class RequestCells:
 
     `lens` `[R]` tokens are committed, at most `longest`. Padding beyond a request's own length reads the request's own
     first window slot, masked. That slot is always written before it is read. A request must not read memory of other
-    requests even if masked, because a weight of 0 does not remove NaN (0 * NaN = NaN). `written` `[R]`: only so many
-    window slots are written and read; None: all.
+    requests even if masked, because a weight of 0 does not remove NaN (0 * NaN = NaN). `written` `[R]` is the number of
+    window slots of each request that are written; slots after these are not read. If it is None, all are written.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class RequestCells:
         self._pieces: dict[tuple[int, int, int, bool], list[CellPiece]] = {}
 
     def apart(self, width: int, cell: int) -> bool:
-        """Return whether requests should be read one by one: `width` window slots, `cell` bytes a token."""
+        """Return whether requests of `width` window slots and `cell` bytes per token should be read one by one."""
         if self.counts is None:
             return False
         return len(self.counts) == 1 or len(self.counts) * (self.longest + width) * cell >= LARGE
@@ -74,7 +76,7 @@ class RequestCells:
         if self._slots is None:
             after = torch.arange(self._more, device=self.lens.device)
             found = self._table.first_slots(self.rows, self.longest + self._more)
-            # Window slot j of request r is at position lens[r] + j; both parts fall back to the first window slot.
+            # Window slot j of request r is at position lens[r] + j. Padding becomes the request's first window slot.
             window = found.gather(1, (self.lens[:, None] + after).clamp_(max=found.shape[1] - 1))
             if self._written is not None:
                 window = torch.where(after < self._written[:, None], window, window[:, :1])
@@ -100,8 +102,8 @@ class RequestCells:
     def labels(self, apart: bool) -> Tensor:
         """Return the positions `[R, P]` of the committed tokens, padded with -1 to P.
 
-        The padding is at the end, as in `slots`. If requests are read one by one (`apart`), it is at the front: a read
-        of L < P + w cells then matches the last L columns of the bias.
+        The padding is at the end, as in `slots`. If requests are read one by one (`apart`), the padding is at the
+        front, so that a read of L < P + w cells matches the last L columns of the bias.
         """
         number = torch.arange(self.longest, device=self.lens.device)
         if apart:
@@ -111,8 +113,9 @@ class RequestCells:
     def pieces(self, at: int, width: int, cell: int, several: bool) -> list[CellPiece]:
         """Return the pieces by which request `at` is read alone: committed tokens, then `width` window slots.
 
-        `cell`: bytes of a token. A request in one run is one slice. Otherwise, if the request has `LONG` bytes and
-        `several` pieces are allowed, each run of `RUN` bytes is a slice and the cells between such runs are copied.
+        A token has `cell` bytes. A request in one run is one slice. A request of several runs is copied as one piece,
+        unless it has `LONG` bytes or more and `several` pieces are allowed. Then each run of `RUN` bytes or more is a
+        slice, and the cells between these runs are copied.
         """
         assert self.counts is not None
         key = (at, width, cell, several)
@@ -136,7 +139,9 @@ class RequestCells:
 
 
 class Span(NamedTuple):
-    """Positions `first` to `last - 1` of a request, in consecutive slots from `start` on; None: not consecutive."""
+    """Positions `first` to `last - 1` of a request. They are in consecutive slots from `start` on; if `start` is None,
+    the slots are not consecutive.
+    """
 
     first: int
     last: int
@@ -146,7 +151,7 @@ class Span(NamedTuple):
 def spans_of(pages: Sequence[int], size: int, least: int | None) -> Iterator[Span]:
     """Yield the runs of at least `least` slots in `pages` of `size` tokens, and the spans between them, in order.
 
-    With `least` None, only a run of all pages counts; otherwise everything is one span without a start.
+    If `least` is None, yield all pages as one span. It has a start only if all pages are consecutive.
     """
     # Indices at which a run of consecutive page numbers ends.
     ends = [at for at, (page, after) in enumerate(pairwise(pages), 1) if after != page + 1]

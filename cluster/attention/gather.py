@@ -1,4 +1,5 @@
-"""Turns `AttentionMetadata` into calls of the torch backend: cells and a bias over them, for requests with equal rows.
+"""Turns `AttentionMetadata` into calls of the torch backend. A call has the cells of requests with the same number of
+rows, and a bias over these cells.
 
 One `Gather` serves all runners of a rank, as they share the page table. What the phases of a step have in common is
 computed once a step.
@@ -16,7 +17,7 @@ from cluster.batch import AttentionMetadata, HostBounds, PromptRows, TreeRows
 from cluster.kv.page_table import PageTable
 
 MOST_ROWS = 256
-"""The most query rows of a KV head for which a request is read in pieces, since all scores are held at once."""
+"""A request with more query rows per KV head is not read in pieces, because then all scores are in memory at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +32,8 @@ class GatherSpec:
     windows: Collection[int | None]
 
     def may_part(self, rows: int) -> bool:
-        """Return whether a request of `rows` rows may be read in pieces. In half precision its scores would be rounded
-        more than in one call.
+        """Return whether a request of `rows` rows may be read in pieces. Not in half precision, where the scores of
+        pieces would be rounded more than those of a single call.
         """
         return self.repeat * rows <= MOST_ROWS and self.dtype in (torch.float32, torch.float64)
 
@@ -43,8 +44,8 @@ class AttentionCall:
     index `[R * q]`.
 
     `pieces` hold the cells in order of position; with R > 1 there is one piece. `biases` maps a sliding window to a
-    bias `[R or 1, q, c]` over the last c cells; cells before these are visible to all rows, and with None all cells
-    are. `back`, if set, selects the real rows out of the padded `[R * q]`, in batch order.
+    bias `[R or 1, q, c]` over the last c cells; all rows see the cells before these. A bias of None means that all rows
+    see all cells. If `back` is set, it selects the real rows out of the padded `[R * q]`, in batch order.
     """
 
     requests: int
@@ -70,7 +71,7 @@ class Chunks:
     back: Tensor | None = None
 
     def parts(self, at: int, first: int, reader: GatherSpec) -> list[AttentionCall]:
-        """Return the calls for these chunks; prompt rows begin at batch row `at`; `first`: see `AttentionMetadata`."""
+        """Return the calls for these chunks. Prompt rows begin at batch row `at`; `first`: see `AttentionMetadata`."""
         cells, q = self.cells, self.counts[-1]
         if cells.apart(q, reader.cell):
             return list(self._apart(at + self.begin, first, reader))
@@ -145,7 +146,7 @@ class Gather:
         return self._text[1]
 
     def _padded(self, text: PromptRows, lengths: list[int], part: slice) -> Chunks:
-        """Return the chunks at indices `part`, padded to the longest. `lengths` are the rows of all chunks."""
+        """Return the chunks at indices `part`, padded to the longest. `lengths` are the row counts of all chunks."""
         begin, counts, q = sum(lengths[: part.start]), lengths[part], lengths[part.stop - 1]
         longest = max(start for start, _ in self._bounds.chunks[part])
         given, device = (self.table, text.rows[part], text.starts[part], longest, q), text.starts.device
@@ -189,9 +190,9 @@ def over(sight: Visibility, cells: RequestCells, sliding_window: int | None) -> 
 
 
 def behind(sight: Visibility, cells: RequestCells, requests: slice, sliding_window: int | None) -> Tensor | None:
-    """Return the bias `[R or 1, q, c]` over the last c cells of `requests` that are read one by one.
+    """Return the bias `[R or 1, q, c]` over the last c cells of each request in `requests`, for reading one by one.
 
-    All cells before these are visible. None: all cells are.
+    All rows see the cells before these. Returns None if all rows see all cells.
     """
     if sight.narrows(sliding_window):
         return sight.narrowed(cells.labels(True)[requests], cells.lens[requests], sliding_window)
@@ -199,5 +200,5 @@ def behind(sight: Visibility, cells: RequestCells, requests: slice, sliding_wind
 
 
 def of_request(bias: Tensor | None, request: int) -> Tensor | None:
-    """Return the bias `[1, q, c]` of one request from the bias `[R, q, c]` of all, or `[1, q, c]` if all share one."""
+    """Return the bias `[1, q, c]` of one request. `bias` is `[R, q, c]`, or `[1, q, c]` if all requests share it."""
     return bias if bias is None or bias.shape[0] == 1 else bias[request : request + 1]

@@ -6,7 +6,7 @@ from cluster.kv.pool import KVPool
 
 
 def with_rows_whole(tensor: Tensor) -> Tensor:
-    """Return `tensor` `[T, .., d]`, copied unless each of its T entries is contiguous. The row stride may be any."""
+    """Return `tensor` `[T, .., d]`, copied if one of its T entries is not contiguous. The row stride may be any."""
     whole = 1
     for size, stride in zip(reversed(tensor.shape[1:]), reversed(tensor.stride()[1:]), strict=True):
         if size != 1 and stride != whole:
@@ -19,7 +19,7 @@ def fitting(q: Tensor, kv: Tensor, pool: KVPool) -> tuple[Tensor, Tensor]:
     """Return `q` `[T, nh, d]` and `kv` `[T, parts, nkv, d]` with contiguous rows, checked against the pool's cells.
 
     Raises:
-        ValueError: the dtype or cell shape differs from the pool's. A kernel would not notice it.
+        ValueError: the dtype or cell shape differs from the pool's. The kernels do not check this.
     """
     if q.dtype != pool.dtype or kv.dtype != q.dtype or kv.shape[1:] != pool.cell:
         raise ValueError(f"cells {list(kv.shape)} of {kv.dtype} for a pool of {list(pool.cell)} of {pool.dtype}")

@@ -23,10 +23,10 @@ def kept_out(q: Tensor, kv: Tensor, most: float | None = None) -> tuple[Tensor, 
     """Return `q` and `kv` with bad cells replaced: a cell that is not finite, or has a magnitude above `most`, becomes
     zeros, and the query of its row becomes NaN.
 
-    So the row that overflowed outputs NaN. Its cell stays harmless to rows that mask it, whose weight 0 would otherwise
-    give 0 * NaN = NaN. A tree node cannot spoil its siblings, nor a draft its later steps.
+    So the row that overflowed outputs NaN. Rows that mask its cell do not: if the cell held NaN, their weight of 0
+    would give 0 * NaN = NaN. A tree node cannot spoil its siblings, nor a draft its later steps.
     """
-    # A finite sum means that all numbers are finite. Only on a CPU, as on a GPU this test would force a sync.
+    # A finite sum means that all numbers are finite. On a GPU this test would force a sync, so only a CPU makes it.
     if most is None and kv.is_cpu and isfinite(kv.sum().item()):
         return q, kv
     bad = ~(kv.isfinite() if most is None else kv.abs() <= most).flatten(1).all(1)
@@ -45,9 +45,10 @@ class TorchAttention:
         scale: float | None = None,
         value_dim: int | None = None,
     ) -> None:
-        """`sliding_windows`: for each layer, the number of tokens that a row sees, with itself (None or empty: all).
+        """`sliding_windows` has for each layer the number of tokens that a row sees, itself included; None means all.
+        If it is empty, no layer has a sliding window.
 
-        `scale` None means d ** -0.5. A pool whose cells have one part holds latents (MLA); the first `value_dim`
+        If `scale` is None, it is d ** -0.5. A pool whose cells have one part holds latents (MLA); the first `value_dim`
         numbers of a latent are its value.
         """
         self._memory, self._gather, self._heads = [pool.kv[at] for at in range(pool.layers)], gather, heads
@@ -148,8 +149,8 @@ def in_pieces(
 ) -> Tensor:
     """Attention over keys and values in several pieces, with a `column` of sink logits or None.
 
-    It is one softmax over all pieces, without concatenating them: with m the highest of all scores s,
-    out = sum_i exp(s_i - m) v_i / sum_i exp(s_i - m), where a sink adds exp(sink - m) to the denominator only.
+    It computes one softmax over all pieces without concatenating them. If m is the highest of all scores s, then
+    out = sum_i exp(s_i - m) v_i / sum_i exp(s_i - m). A sink adds exp(sink - m) to the denominator only.
     """
     q = q * scale
     scores = [torch.matmul(q, k.transpose(-1, -2)) for k, _ in cells]

@@ -23,13 +23,13 @@ from cluster.kv.pool import KVPool
 LOG2E = gpu.LOG2E.value
 MOST_SPLITS = 64
 JOINED = 16  # splits whose values fit a program's registers together
-INTERPRETED_PROCESSORS = 4  # so that tests in the interpreter split few requests too
+INTERPRETED_PROCESSORS = 4  # more than one, so that tests in the interpreter also run with splits
 
 
 class Before(NamedTuple):
-    """Attention of the first positions, already computed elsewhere: values `out` `[T, nh, dv]` and log-sum-exps to base
-    2, `lse` `[T, nh]`. In a tree it covers the first `until[i]` positions of request i, `[R]` int32; where `until[i]`
-    is 0, `out` and `lse` are not valid. `until` None: it is valid for all rows.
+    """Attention of the first positions, computed by another library: values `out` `[T, nh, dv]` and log-sum-exps to
+    base 2, `lse` `[T, nh]`. For tree rows, it covers the first `until[i]` positions of request i (`until` `[R]` int32);
+    if `until[i]` is 0, `out` and `lse` of the request are not valid. If `until` is None, all rows are valid.
     """
 
     out: Tensor
@@ -92,7 +92,8 @@ class TritonAttention:
         bad = torch.empty(count, dtype=torch.int32, device=q.device)
         self._store(kv, seen.write, memory, bad)
         rows = 0 if seen.tree is None else seen.tree.rows.shape[0] * seen.tree.bits.shape[1]
-        # A step may be padded to more prompt rows than its chunks have. Nobody writes those rows, so they start as 0.
+        # A step may be padded to more prompt rows than its chunks have. No kernel writes padded rows, so they start as
+        # 0.
         make = q.new_empty if rows == count else q.new_zeros
         out = make(count, self._heads * self._value_dim)
         given = q, memory, self._table.device_pages, bad, sinks, out
@@ -118,10 +119,11 @@ class TritonAttention:
     def _attend_tree(
         self, given: tuple[Tensor | None, ...], tree: TreeRows, first: int, window: int, before: Before | None = None
     ) -> None:
-        """Attend the tree's rows; with `before`, only from position `until` on, and merge both."""
+        """Attend the tree's rows. If `before` is given, attend positions from `before.until` on, and merge both."""
         bits = with_rows_whole(tree.bits)
         requests, (_, each, words) = tree.rows.shape[0], bits.shape
-        # After `before`, little more than the window is left. It is short, and its masks take registers: fewer lines.
+        # After `before`, little more than the window is left to read. The window is short, and its masks take
+        # registers, so use fewer lines.
         blocks = self._blocks(each, most=128 if before is None else 32)
         # A request has ceil(each * rep / lines) tasks, with rep query heads for each KV head.
         tasks = requests * -(-each * self._heads // self._kv_heads // blocks.lines)
@@ -151,7 +153,7 @@ class TritonAttention:
         out: Tensor,
         each: int = 1,
     ) -> None:
-        """Merge `partials` and `before` into `out` `[T, nh * dv]`; a request has `each` rows."""
+        """Merge `partials` (if not None) and `before` into `out` `[T, nh * dv]`; a request has `each` rows."""
         how = {"SINKS": sinks is not None, "BEFORE": before is not None, "SPLITS": splits}
         how["AT_ONCE"] = max(1, min(splits, JOINED))
         sizes = {"HEADS": self._heads, "VALUE": self._value_dim}
@@ -180,9 +182,9 @@ class TritonAttention:
         return blocks_of(self._pool, self._value_dim, lines, text)
 
     def _splits(self, programs: int) -> int:
-        """Return into how many splits a prefix is cut, so that `programs` programs keep all processors busy.
+        """Return the number of splits of a prefix, so that `programs` programs times that keep all processors busy.
 
-        It is a power of two, as each value is compiled separately.
+        The number is a power of two, because the kernel is compiled for each value.
         """
         wanted = max(1, 2 * self._processors // max(1, programs))
         return min(MOST_SPLITS, 1 << wanted.bit_length() - 1)
@@ -203,7 +205,7 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(pool: KVPool, value_dim: int, lines: int, text: bool) -> Blocks:
-    """Return the block sizes for `lines` lines of a request that share a KV head; `text`: lines of a prompt.
+    """Return the block sizes for `lines` lines of a request that share a KV head; `text` if it is a prompt.
 
     Wide values need fewer lines, as their sums must fit in registers. Wide cells need smaller tiles, also FP8 ones,
     which are decoded in registers. The values are the fastest on an H100 among those that spill no registers. Heads

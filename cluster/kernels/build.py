@@ -20,7 +20,7 @@ COMPILED = HERE / "compiled"
 KINDS = {"f64": 64, "f32": 32, "bf16": 16}
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fvisibility=default", "-Wno-psabi")
 OF_KERNEL = {"choice": ("-ffp-contract=off",)}
-"""Extra flags of single kernels, which come last. `choice` must give the same bits with and without FMA."""
+"""Extra flags of single kernels, given after all others. `choice` must give the same bits with and without FMA."""
 X86 = {
     "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"),
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
@@ -32,9 +32,9 @@ VARIANTS: dict[str, dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
         "tiles": (("codes", "product"), ("-mavx512bf16", "-DTILES")),
     }
 }
-"""For each level, the variants of its library: kernels that are compiled again in bfloat16, for CPUs that multiply
-bfloat16 in pairs (AVX512-BF16) or tiles (AMX), and their flags. If the compiler or assembler does not support a
-variant, the library is made without it.
+"""For each level, the variants of its library, as (kernels, flags). The kernels are compiled again in bfloat16, for
+CPUs that multiply bfloat16 in pairs (AVX512-BF16) or tiles (AMX). If the compiler or assembler does not support a
+variant, the library is made without that variant.
 """
 LEVELS: dict[str, tuple[str, ...]] = X86 if platform.machine() in ("x86_64", "AMD64") else {"baseline": ()}
 TIMEOUT_S = 300
@@ -70,8 +70,8 @@ def compiler() -> str | None:
 
 
 def compile_level(level: str, folder: Path, extra: Sequence[str] = ()) -> Path:
-    """Return the library of `level` in `folder`, compiled if it does not exist; `extra` are additional flags. If
-    several processes, such as the ranks of a host, need it at once, one compiles and the others wait.
+    """Return the library of `level` in `folder`, and compile it if it does not exist; `extra` are additional flags. If
+    several processes need it at the same time, as the ranks of a host do, one process compiles and the others wait.
 
     Raises:
         BuildError: there is no compiler, or it fails.

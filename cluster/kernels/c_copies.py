@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from cluster.kernels.library import Library
 
 MOST_BYTES = 1 << 20
-"""The most bytes that one call copies; beyond it torch is faster, as it uses several threads."""
+"""The most bytes that one call copies; for more, torch is faster, as it uses several threads."""
 Call = partial[None]
 aten = torch.ops.aten
 PLACES = ("table", "row_ids", "column_ids", "out")
@@ -55,7 +55,7 @@ class Copies:
     ) -> list[Call] | None:
         """Return calls that fill the output of `function(*args, **options)`; None if C does not support the case.
 
-        The calls keep their argument structs alive, but not the tensors that these point to.
+        The calls keep their argument structs alive, but not the tensors to which the structs point.
         """
         known = self._known.get(function)
         if known is None or len(outputs) != 1 or not 0 < outputs[0].nbytes <= MOST_BYTES or options.keys() - {"out"}:

@@ -1,4 +1,4 @@
-"""The kernels in C, for a CPU. What they do not support (float16, other devices or layouts) goes to `TorchKernels`."""
+"""The kernels in C, for a CPU. Cases that they do not support (float16, GPUs, some layouts) go to `TorchKernels`."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,14 +18,16 @@ ACTIVATIONS = ("silu", "gelu_tanh", "clamped")
 
 
 def _fit(scale: Tensor, rows: Tensor) -> bool:
-    """Return whether C can read `scale` `[H]`: contiguous, in the dtype of `rows` `[.., H]` or in that of its sums."""
+    """Return whether C can read `scale` `[H]`: it must be contiguous, in the dtype of `rows` `[.., H]` or the dtype in
+    which `rows` are summed.
+    """
     known = scale.dtype in (rows.dtype, torch.promote_types(rows.dtype, torch.float32))
     return known and scale.shape == rows.shape[-1:] and scale.is_contiguous()
 
 
 @dataclass(frozen=True, slots=True)
 class Panels(Weight):
-    """A weight `[inputs, outputs]` stored in panels of columns, one after the other; a stack of one expert."""
+    """A weight `[inputs, outputs]` stored in panels of columns, laid out as a `PanelStack` of one expert."""
 
     panels: Tensor
     inputs: int
@@ -183,5 +185,7 @@ class CKernels(TorchKernels):
         return in_tiles(matrices) if matrices.dtype in self._tiled else in_panels(matrices)
 
     def _of(self, name: str, given: Tensor) -> Function | None:
-        """Return the C function `name` for the dtype of `given`; None if there is none, or `given` is not on a CPU."""
+        """Return the C function `name` for the dtype of `given`. Returns None if there is no such function, or if
+        `given` is not on a CPU.
+        """
         return self._functions.get((name, given.dtype)) if given.is_cpu else None

@@ -1,4 +1,4 @@
-"""C kernels that replace torch's arithmetic on a few numbers, in captured programs on a CPU; why: see `c_copies`."""
+"""C kernels that replace torch's arithmetic on a few numbers, in captured programs on a CPU. `c_copies` says why."""
 
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import Structure, byref, c_int64, c_void_p
@@ -51,7 +51,7 @@ class NumberKernels:
     """Replaces torch operators by calls of one library's kernel `numbers`."""
 
     def __init__(self, library: Library) -> None:
-        self._run = library.functions["numbers", torch.float32]  # serves all dtypes: its arguments name theirs
+        self._run = library.functions["numbers", torch.float32]  # serves all dtypes: they are among its arguments
         known = {of: partial(self._two, operation) for of, operation in OPERATIONS.items()}
         self._known: dict[OpOverload, Callable[..., list[Call] | None]] = {
             **known,
@@ -139,14 +139,16 @@ class NumberKernels:
 
 
 def _tensor(number: Any) -> Tensor | None:
-    """Return `number` if it is a tensor, an int as a tensor, and None for anything else."""
+    """Return `number`, a tensor or an int, as a tensor; None if it is anything else."""
     if isinstance(number, int):
         return torch.tensor(number, dtype=torch.int64)
     return number if isinstance(number, Tensor) else None
 
 
 def _alike(operation: int, out: Tensor, a: Any, b: Any) -> bool:
-    """Return whether C computes these floats as torch does: all of one dtype, or compared with a small integer."""
+    """Return whether C computes floats as torch does: sums and products in one dtype, comparisons in one dtype or with
+    a small integer, and copies from any float dtype to any other.
+    """
     if operation not in OF_FLOATS:
         return False
     same = isinstance(a, Tensor) and a.dtype in FLOATS

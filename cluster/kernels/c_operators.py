@@ -28,8 +28,8 @@ class Operators:
 
 
 def operators_of(library: Library | None) -> Operators | None:
-    """Return the operators of a library; None without a library, or if its calls cannot be joined: only joined calls
-    report accesses to rows that a table does not have.
+    """Return the operators of a library. Returns None without a library, or if its calls cannot be joined, because only
+    joined calls report accesses to rows that a table does not have.
     """
     joins = library is not None and getattr(library.functions["gather", torch.float32], "joins", None) is not None
     return Operators(library) if library is not None and joins else None

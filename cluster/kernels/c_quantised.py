@@ -23,7 +23,8 @@ NAN = 0x7F  # the code of NaN in FP8 e4m3, without its sign; C would decode it a
 
 class Codes(NamedTuple):
     """Quantised matrices in panels of c columns: `codes` `[E, O / c, n, c]`, `scales` and `zeros` `[E, O / c, G, c]`,
-    with O rounded up to whole panels. A code holds one input in a byte; fp4 two in a byte; int4 eight in an int32.
+    with O rounded up to whole panels. An element of `codes` is a byte with one input, but in fp4 a byte with two
+    inputs, and in int4 an int32 with eight.
     """
 
     codes: Tensor
@@ -42,7 +43,7 @@ class Codes(NamedTuple):
 
 
 def knows(matrix: Quantised) -> bool:
-    """Return whether C can multiply by this matrix: a known kind, groups of a supported size, and no NaN in FP8."""
+    """Return whether C can multiply by this matrix: it supports kind and group size, and no code of FP8 is NaN."""
     whole = matrix.groups == 1 or (matrix.group % 8 == 0 and matrix.group >= SMALLEST_GROUP)
     if matrix.kind not in KINDS or not whole or matrix.codes.is_meta:
         return matrix.kind in KINDS and whole
@@ -92,10 +93,10 @@ def _columns(given: Tensor, each: int) -> Tensor:
 
 
 def _product(codes: Codes, function: Function, rows: Tensor, bias: Tensor | None, ends: Tensor | None) -> Tensor:
-    """Multiply rows `[T, I]` by the matrices; `ends` as in `Stack`, None for a single matrix.
+    """Multiply rows `[T, I]` by the matrices. `ends` is as in `Stack`; it is None for a single matrix.
 
     Raises:
-        ValueError: rows, bias or ends have the wrong width, dtype or device. C would not notice it.
+        ValueError: rows, bias or ends have the wrong width, dtype or device. The C code does not check this.
     """
     rows, count = fitting_rows(rows, codes.inputs, codes.dtype), rows.shape[0]
     bias = None if bias is None else fitting_bias(bias, rows, codes.outputs)
@@ -136,7 +137,7 @@ class CodePanels(Weight):
         return _product(self.codes, self.function, rows, bias, None)
 
     def dense(self) -> Tensor:
-        """The dequantised matrix: the product with an identity matrix."""
+        """Return the dequantised matrix: the product of an identity matrix and the weight."""
         return self(torch.eye(self.codes.inputs, dtype=self.dtype))
 
 

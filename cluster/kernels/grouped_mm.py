@@ -45,8 +45,8 @@ def _on_gpu(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 
 def reads_ends(dtype: torch.dtype, capability: tuple[int, int]) -> bool:
-    """Return whether `grouped_mm` on a GPU reads `ends` on the device, without a wait of the host: torch's kernel needs
-    bfloat16 on Hopper or Blackwell; otherwise torch too runs one product after the other.
+    """Return whether `grouped_mm` on a GPU reads `ends` on the device, without a wait of the host. Torch's kernel does
+    so for bfloat16 on Hopper or Blackwell. In other cases one product runs after the other.
     """
     return dtype == torch.bfloat16 and capability[0] in (9, 10)
 

@@ -76,9 +76,11 @@ class HeadNorms(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """T rows with k `chosen` experts each, `[T, k]`, sorted by expert into T k places. `source` `[T k]`: the row at
-    each place. `expert` `[T k]`: the expert of each place. `ends` `[E]` int32: where each expert's places end. `place`
-    `[T, k]`: the place of each choice. Rows of one expert keep their order.
+    """T rows with k `chosen` experts each, `[T, k]`. These T k choices are sorted by expert into T k places; choices of
+    one expert keep their order.
+
+    `source` `[T k]` is the row at each place, `expert` `[T k]` the expert. `ends` `[E]` int32 says where each expert's
+    places end. `place` `[T, k]` is the place of each choice.
     """
 
     chosen: Tensor
@@ -125,11 +127,15 @@ class Kernels(Protocol):
         ...
 
     def quantised(self, matrix: Quantised, dtype: torch.dtype) -> Weight:
-        """Return a weight from `matrix` `[outputs, inputs]`, for rows of `dtype`; quantised if `keeps` is True."""
+        """Return a weight from `matrix` `[outputs, inputs]`, for rows of `dtype`. It stays quantised if `keeps` is
+        True for the matrix.
+        """
         ...
 
     def quantised_stack(self, matrices: Iterable[Quantised], dtype: torch.dtype) -> Stack:
-        """Return a stack from the experts' `matrices` `[outputs, inputs]`, all of one kind; else as `quantised`."""
+        """Return a stack from the experts' `matrices` `[outputs, inputs]`, which must be of one kind. Like `quantised`,
+        it keeps them quantised if `keeps` is True for them.
+        """
         ...
 
     def norm(self, rows: Tensor, scale: Tensor, eps: float) -> Tensor:
@@ -137,11 +143,11 @@ class Kernels(Protocol):
         ...
 
     def add_norm(self, rows: Tensor, more: Tensor | None, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Return `rows + more` `[T, H]` (`rows` if `more` is None), and its RMSNorm times `scale`."""
+        """Return the sum `rows + more` `[T, H]` (`rows` if `more` is None), and the sum's RMSNorm times `scale`."""
         ...
 
     def rotate(self, heads: Tensor, angles: Angles, norms: HeadNorms | None = None) -> None:
-        """Apply `norms`, if given, to `heads` `[T, n, >= d]`, then rotate the first d numbers of each, in place."""
+        """Apply `norms`, if given, to `heads` `[T, n, >= d]`, then rotate the first d numbers of each head in place."""
         ...
 
     def activate(self, both: Tensor, activation: Activation) -> Tensor:

@@ -31,7 +31,7 @@ class Joiner:
         self._run.argtypes, self._run.restype = [c_void_p, c_int64], c_int64
 
     def __call__(self, calls: Sequence[partial[None]]) -> Callable[[], None]:
-        """Return a function that makes the calls in order. Each run reads again what their pointers point to.
+        """Return a function that makes the calls in order. It reads the memory of pointer arguments at each run.
 
         Raises:
             TypeError: an argument is neither a number nor a pointer.
@@ -41,7 +41,7 @@ class Joiner:
 
 
 class _Joined:
-    """A joined call, which keeps alive the memory of its arguments."""
+    """Several calls made as one. The object keeps the memory of their arguments alive."""
 
     def __init__(self, run: Callable[[], int], *memory: object) -> None:
         self._run, self._memory = run, memory

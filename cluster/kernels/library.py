@@ -47,7 +47,7 @@ class Library:
     """The functions of one compiled library, by kernel and dtype. `level` names its vector instructions.
 
     `variant` says how bfloat16 products are summed: in "pairs" (AVX512-BF16), in "tiles" (AMX), or one by one ("").
-    Each variant gives its own bits.
+    Results of different variants differ in their bits.
     """
 
     level: str
@@ -57,7 +57,7 @@ class Library:
 
     @property
     def fused(self) -> bool:
-        """Whether it uses fused multiply-add. All such libraries of one variant give the same bits."""
+        """Whether the library uses fused multiply-add. All such libraries of one variant give the same bits."""
         return self.level != "baseline" or platform.machine() not in ("x86_64", "AMD64")
 
 
@@ -78,8 +78,9 @@ def variants_of_cpu() -> list[str]:
 
 @cache
 def library() -> Library | None:
-    """Return the library for this CPU: the one compiled at installation, else one compiled now into the user's cache
-    folder. None, with a logged warning, if neither can be had; then `TorchKernels` serves.
+    """Return the library for this CPU. If it was not compiled at installation, compile it into the user's cache folder.
+
+    If that fails, log a warning and return None; then `TorchKernels` serves.
     """
     level, variants = level_of_cpu(), variants_of_cpu()
     try:
@@ -129,7 +130,9 @@ def _has(held: CDLL, variant: str) -> bool:
 
 
 def _share_threads(held: CDLL) -> None:
-    """Let the kernels use the threads of torch's OpenMP runtime. If that is not GNU's, they use the calling thread."""
+    """Let the kernels use the threads of torch's OpenMP runtime. If that runtime is not GNU's, kernels run on the
+    calling thread only.
+    """
     known = ctypes.CDLL(None)
     names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
     try:

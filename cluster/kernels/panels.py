@@ -44,7 +44,7 @@ def fitting_rows(rows: Tensor, inputs: int, dtype: torch.dtype) -> Tensor:
     """Return `rows` `[T, inputs]`, contiguous.
 
     Raises:
-        ValueError: the width or dtype is not the product's, or they are not on a CPU. C would not notice it.
+        ValueError: the width or dtype does not fit, or `rows` is not on a CPU. The C code does not check this.
     """
     if not rows.is_cpu or rows.dim() != 2 or rows.shape[1] != inputs or rows.dtype != dtype:
         raise ValueError(f"rows {list(rows.shape)} of {rows.dtype} do not fit {inputs} of {dtype}")
@@ -55,7 +55,7 @@ def fitting_bias(bias: Tensor, rows: Tensor, outputs: int) -> Tensor:
     """Return `bias` `[outputs]`, contiguous.
 
     Raises:
-        ValueError: the width or dtype is not the product's, or it is not on a CPU. C would not notice it.
+        ValueError: the width or dtype does not fit, or `bias` is not on a CPU. The C code does not check this.
     """
     if not bias.is_cpu or bias.shape != (outputs,) or bias.dtype != rows.dtype:
         raise ValueError(f"a bias {list(bias.shape)} of {bias.dtype} does not fit {outputs} outputs of {rows.dtype}")
@@ -66,7 +66,7 @@ def fitting_ends(ends: Tensor, experts: int) -> Tensor:
     """Return `ends` `[experts]`, the end of each expert's rows, contiguous.
 
     Raises:
-        ValueError: they are not int32, not `[experts]`, or not on a CPU. C would not notice it.
+        ValueError: `ends` is not int32, not `[experts]`, or not on a CPU. The C code does not check this.
     """
     if not ends.is_cpu or ends.shape != (experts,) or ends.dtype != torch.int32:
         raise ValueError(f"ends {list(ends.shape)} of {ends.dtype} do not fit {experts} experts; give int32")

@@ -20,9 +20,9 @@ FLOAT8: dict[Kind, torch.dtype] = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch
 class Quantised:
     """A matrix with the elements (value(codes[.., o, i]) - zeros[.., o, g]) * scales[.., o, g], g = i // group.
 
-    `codes` `[.., O, I]` uint8, one to a byte: unsigned integers, or the bits of an 8-bit or 4-bit float. `scales`
-    `[.., O, G]` float32 or bfloat16. `zeros` `[.., O, G]` uint8; None: `MIDDLE` for integers, 0 for floats. `group` is
-    1 if a shard cuts groups, or if the inputs of a group are not adjacent.
+    `codes` `[.., O, I]` uint8, one to a byte, are unsigned integers, or the bits of an 8-bit or 4-bit float. `scales`
+    `[.., O, G]` are float32 or bfloat16. `zeros` `[.., O, G]` are uint8; if `zeros` is None, they are `MIDDLE` for
+    integers and 0 for floats. `group` is 1 if a shard cuts groups, or if the inputs of a group are not adjacent.
     """
 
     kind: Kind
@@ -76,8 +76,8 @@ class Quantised:
 
 
 def fit(parts: Sequence[Quantised], zeros: bool = False) -> bool:
-    """Return whether one kernel can take the parts side by side. With `zeros`, also without `alike`: all or none of
-    them have zeros.
+    """Return whether the parts can be joined after `alike`: they have the same kind and groups. If `zeros`, also
+    require that all parts or none have zeros, so that `alike` need not add any.
     """
     one = parts[0]
     same = all((p.kind, p.groups, p.group) == (one.kind, one.groups, one.group) for p in parts)
@@ -85,7 +85,7 @@ def fit(parts: Sequence[Quantised], zeros: bool = False) -> bool:
 
 
 def alike(parts: Sequence[Quantised]) -> list[Quantised]:
-    """Return the parts, which must `fit`, with scales of one dtype, and zeros in all or none of them."""
+    """Return the parts, which must `fit`, with scales of one dtype. If one part has zeros, all parts get zeros."""
     dtype = parts[0].scales.dtype
     if any(p.scales.dtype != dtype for p in parts):
         dtype = torch.float32

@@ -16,7 +16,7 @@ CHOICES = 1024  # the most expert choices that one program reads at once
 
 
 class TritonKernels(TorchKernels):
-    """`Kernels` in Triton. Memory layouts that its kernels do not read go to `TorchKernels`."""
+    """`Kernels` in Triton. Tensors in layouts that the Triton kernels cannot read go to `TorchKernels`."""
 
     name = "triton"
 
@@ -81,7 +81,9 @@ class TritonKernels(TorchKernels):
         return out
 
     def _normed(self, rows: Tensor, more: Tensor | None, total: Tensor, scale: Tensor, eps: float) -> Tensor:
-        """Return the norm of `rows` + `more`, and write that sum to `total`; `more` None: the norm of `rows`."""
+        """Return the norm of `rows` + `more`, and write that sum to `total`. If `more` is None, return the norm of
+        `rows`, and write no sum.
+        """
         count, size = rows.shape
         out = torch.empty_like(rows, memory_format=torch.contiguous_format)
         how = {"MORE": more is not None, "WIDE": WIDE[torch.promote_types(rows.dtype, scale.dtype)]}

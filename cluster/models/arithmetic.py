@@ -9,7 +9,7 @@ from torch import Tensor
 def joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
     """Return `torch.cat(parts, dim)`; fast on the meta device, on which models are built to check headers.
 
-    There `torch.cat` would import torch's compiler, which takes seconds, longer than the rest of the check.
+    On the meta device `torch.cat` would import torch's compiler, which takes longer than the rest of the check.
     """
     first = parts[0]
     if first.device.type != "meta":

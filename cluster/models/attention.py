@@ -43,7 +43,7 @@ class GrownQueries:
 class SelfAttention:
     """This rank's heads: packed q, k, v projection, rope on q and k, the attention primitive, output projection.
 
-    `gated`: the packed projection ends with gates `[nh, d]`; their sigmoid multiplies the output of attention.
+    If `gated`, the packed projection ends with gates `[nh, d]`; their sigmoid multiplies the output of attention.
     """
 
     kernels: Kernels
@@ -79,7 +79,7 @@ class LatentAttention:
     """Multi-head latent attention, absorbed (arXiv 2405.04434, 2.1.2): queries are projected into the latent space.
 
     The pool holds one cell per token for all heads: the normed latent and the rotated key. `keys` `[nh, nope, r]` and
-    `values` `[nh, r, v]` are the two halves of `kv_b_proj`. `q_down` None: queries have no low-rank projection.
+    `values` `[nh, r, v]` are the two parts of `kv_b_proj`. If `q_down` is None, queries have no low-rank projection.
     """
 
     kernels: Kernels
@@ -110,8 +110,8 @@ class LatentAttention:
         cell = cell.view(count, 1, 1, sizes.kv_rank + sizes.rope)
         kernels.rotate(cell[:, 0, :, sizes.kv_rank :], angles)
         kernels.rotate(q[..., sizes.nope :], angles)
-        # q . (K c) = (q K) . c: move `keys` from the cached latents c to the queries, and likewise apply `values` after
-        # attention, so that latents are attended to as they are.
+        # q . (K c) = (q K) . c: multiply the queries by `keys`, not the cached latents c. Multiply by `values` after
+        # attention. So attention reads the latents as they are.
         absorbed = torch.bmm(q[..., : sizes.nope].transpose(0, 1), self.keys).transpose(0, 1)
         seen = attend(layer, torch.cat([absorbed, q[..., sizes.nope :]], -1), cell)
         seen = torch.bmm(seen.view(count, self.heads, sizes.kv_rank).transpose(0, 1), self.values)

@@ -99,8 +99,8 @@ class Checkpoint:
         expert: int | None = None,
         device: torch.device | None = None,
     ) -> Matrix:
-        """Return the tensor `name` on `device` (None: the CPU), checked against `shape` and counted as used. It is
-        quantised if it is so on disk.
+        """Return the tensor `name` on `device` (None: the CPU), checked against `shape` and counted as used. A matrix
+        that is quantised on disk stays quantised.
 
         `rows` and `columns` limit the last two dimensions to a span (a vector has only rows), `expert` selects one
         entry of a stack of experts.
@@ -160,7 +160,7 @@ class Checkpoint:
         return self.reader.read(self._files[stored][0], entry.start, entry.shape, dtype, index, device)
 
     def elsewhere(self, name: str, shape: tuple[int, ...]) -> None:
-        """Check and count a tensor (and its scales) as `matrix` does, without reading data: another rank holds it.
+        """Check and count a tensor of another rank (and its scales) as `matrix` does, without reading data.
 
         Raises:
             ConfigError: as `matrix`.

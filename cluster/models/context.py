@@ -37,7 +37,8 @@ class Sharding(NamedTuple):
     def shared(self) -> Shard:
         """Return the shard of the columns of a shared expert, an MLP that every token takes.
 
-        If expert-parallel, rows travel to the other experts, but the shared one runs in the rows' attention group.
+        If expert-parallel, rows are sent to the ranks of their routed experts, but the shared expert runs in the rows'
+        own attention group.
         """
         return self.attention if self.apart else self.mlp
 
@@ -66,7 +67,7 @@ WHOLE = Sharding()
 @dataclass(frozen=True, slots=True)
 class ModelContext:
     """The compute `dtype`, the `device`, this rank's shards (`sharding`), and the `exchange` with the ranks that hold
-    the others. `max_position` is the number of positions in rotary tables; `kernels` are the operators.
+    the other shards. `max_position` is the number of positions in rotary tables; `kernels` are the operators.
     """
 
     dtype: torch.dtype

@@ -32,9 +32,9 @@ from cluster.models.vocab import Embedding, Head, ShardedLogits, load_embedding,
 
 @dataclass(frozen=True, slots=True)
 class DraftBlock:
-    """One draft layer. With `embed_norm`, its attention reads `[embedding | hidden]`, 2 H wide, both normed.
+    """One draft layer. If `embed_norm` is set, attention reads `[embedding | hidden]`, 2 H wide, both normed.
 
-    `residual_normed`: the residual is the normed hidden, not the hidden itself.
+    If `residual_normed`, the residual is the normed hidden, not the hidden itself.
     """
 
     kernels: Kernels
@@ -86,7 +86,7 @@ def load_block(load: Loader, prefix: str, layer: DraftLayer, residual_normed: bo
 
 
 class DraftModel(ABC):
-    """The model of one member of `draft_runner_list`, on one rank; families of drafts are its subclasses."""
+    """The model of one member of `draft_runner_list`, on one rank. Each family of drafts is a subclass."""
 
     def __init__(self, spec: DraftSpec, checkpoint: Checkpoint, context: ModelContext, runner: int = 0) -> None:
         """Load this rank's shard of every tensor; `runner` is the index in `draft_runner_list`.
@@ -160,7 +160,7 @@ class DraftModel(ABC):
     def _run(self, embedding: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
         """Run the layers and the final norm; return (input of the head, recurrent hidden), `[T, H]` each.
 
-        The recurrent hidden is taken after the final norm if `recurrent` is "post", else before it.
+        The recurrent hidden is taken after the final norm if the spec's `recurrent` is "post", else before the norm.
         """
         angles = self._rotary.at(positions)
         if self.spec.query_scaling is not None:

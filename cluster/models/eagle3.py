@@ -1,6 +1,6 @@
 """EAGLE-3 drafts (arXiv 2503.01840; upstream's layer lists and aux norms: SGLang #24663).
 
-The target's aux hidden states are normed (only EAGLE-3.1 and gpt-oss) and joined by `fc` once, at extend. Layer 0 reads
+At extend, `fc` joins the target's aux hidden states; EAGLE-3.1 and gpt-oss drafts norm them first. Layer 0 reads
 `[input_layernorm(embedding) | hidden_norm(hidden)]`, 2 H wide; `DraftSpec.layers` describes later layers.
 """
 
@@ -13,7 +13,7 @@ from cluster.models.load import Loader
 
 
 class Eagle3Draft(DraftModel):
-    """An EAGLE-3 draft; it shares the target's embedding (and head) if its checkpoint has none."""
+    """An EAGLE-3 draft. If its checkpoint has no embedding or no head, it shares the target's."""
 
     def _load(self, load: Loader) -> None:
         spec = self.spec
@@ -23,7 +23,7 @@ class Eagle3Draft(DraftModel):
         self._aux_norms = [load.take(f"fc_norm.{i}.weight", spec.target_hidden) for i in aux_norms]
 
     def fuse_aux(self, aux_hidden: Tensor) -> Tensor:
-        """The target's aux hidden `[T, A]`, normed if the spec says so -> the draft's hidden `[T, H]`."""
+        """The target's aux hidden `[T, A]` -> the draft's hidden `[T, H]`."""
         eps = self.spec.layer.eps
         if self._concat_norm is not None:
             aux_hidden = self._kernels.norm(aux_hidden, self._concat_norm, eps)

@@ -13,8 +13,8 @@ class Shards(Protocol):
     the same T' rows, and exchanges a few numbers per row instead of logits. All shards make the same calls in the same
     order, and get the same numbers.
 
-    If the head is sharded over the attention group, the T' rows are the group's own T. If it is sharded over the world
-    (`wide`), they are the rows of all groups, one group after the other.
+    If the head is sharded over the attention group, the T' rows are the group's own T rows. If the head is sharded over
+    the world (`wide`), the T' rows are those of all groups, one group after the other.
     """
 
     @property
@@ -45,7 +45,9 @@ class Shards(Protocol):
 
 
 class ExpertRouting(NamedTuple):
-    """The k experts of each of T rows: `weights`, ids `experts`, the `parts` that hold them, `[T, k]` each."""
+    """The k experts of each of T rows: `weights`, ids `experts`, and the shards of experts that hold them, `parts`;
+    `[T, k]` each.
+    """
 
     weights: Tensor
     experts: Tensor
@@ -56,7 +58,7 @@ class ExpertParallelLayer(Protocol):
     """A layer of experts that are spread over ranks, as seen by the exchange that sends rows to them."""
 
     def choose(self, rows: Tensor) -> ExpertRouting:
-        """Rows `[T, H]` -> the experts that they take, on any rank."""
+        """Rows `[T, H]` -> their experts, which may be on any rank."""
         ...
 
     def run(self, rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
@@ -67,11 +69,11 @@ class ExpertParallelLayer(Protocol):
 
 
 class TokenExchange(Protocol):
-    """Collectives around the sharded parts of a model. With one rank, each is the identity."""
+    """Collectives around the sharded parts of a model. With one rank, they send nothing."""
 
     @property
     def shards(self) -> Shards | None:
-        """Return the shards of embedding and head; None: this rank holds them whole."""
+        """Return the collectives of the head's shards; None if this rank holds embedding and head whole."""
         ...
 
     def reduce(self, rows: Tensor) -> Tensor:
@@ -84,13 +86,13 @@ class TokenExchange(Protocol):
 
     def scatter(self, rows: Tensor, common: Tensor | None = None) -> Tensor:
         """Reduce-scatter: partial sums for the rows of all groups -> own rows `[T, H]`, summed. `common` `[T, H]` are
-        further partial sums for own rows, held by the attention group only.
+        further partial sums for own rows, which only ranks of this attention group have.
         """
         ...
 
     @property
     def counted(self) -> bool:
-        """Whether rows of this step go only to the ranks of their experts (`to_experts`); else they go to all."""
+        """Whether rows of this step go only to the ranks of their experts (`to_experts`), not to all ranks."""
         ...
 
     def to_experts(self, rows: Tensor, experts: ExpertParallelLayer, common: Tensor | None) -> Tensor:
@@ -107,7 +109,7 @@ class TokenExchange(Protocol):
 
 
 EXPERTS = "experts"
-"""Placeholder in a list of calls for those around expert-parallel layers; the plan of the step says which they are."""
+"""Placeholder in a list of exchange calls: the calls around an expert-parallel layer. The step's plan chooses them."""
 
 
 class NoExchange:

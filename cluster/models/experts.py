@@ -17,7 +17,7 @@ from cluster.models.mlp import Mlp
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """The router: it chooses the experts of a token and their weights. It is replicated, so all ranks choose alike."""
+    """The router: chooses the experts of a token and their weights. It is replicated, so all ranks choose the same."""
 
     weight: Weight
     bias: Tensor | None
@@ -27,8 +27,9 @@ class Gate:
     def __call__(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """`[T, H]` -> (weights, experts) `[T, k]`.
 
-        With groups as in DeepSeek-V3 (arXiv 2412.19437, 2.1.2): the score of a group is the sum of its two best
-        experts. The correction affects which experts are chosen, not their weights.
+        If experts are in groups (DeepSeek-V3, arXiv 2412.19437, 2.1.2), only those of the best groups can be chosen.
+        The score of a group is the sum of the scores of its two best experts. The `correction` affects which experts
+        are chosen, not their weights.
         """
         moe = self.moe
         scores = self.weight(rows.to(self.weight.dtype), self.bias)
@@ -50,8 +51,8 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class LocalExperts:
-    """This rank's experts if expert-parallel: ids `first` to `first + count - 1`. `parts` `[experts]` gives for every
-    id the shard of experts that holds it.
+    """This rank's experts in an expert-parallel layer: ids `first` to `first + count - 1`. `parts` `[experts]` gives
+    for each expert of the layer the shard of experts that holds it.
     """
 
     first: int
@@ -63,8 +64,9 @@ class LocalExperts:
 class Experts:
     """E gated MLPs: `gate_up` `[E, H, 2 I]`, `down` `[E, I, H]`, biases `[E, 2 I]` and `[E, H]`.
 
-    `shared` is an MLP that every token takes; `shared_gate` `[H, 1]` is replicated and multiplies its partial sum on
-    each rank. `held` None: all experts are here, and `shared` is sharded like them; else like attention.
+    `shared` is an MLP that every token takes. `shared_gate` `[H, 1]` is replicated: each rank multiplies its partial
+    sum of `shared` by the gate's sigmoid. `held` says which experts this rank holds if the layer is expert-parallel;
+    `shared` is then sharded like attention. If `held` is None, the rank has columns of all experts, and of `shared`.
     """
 
     kernels: Kernels
@@ -96,13 +98,13 @@ class Experts:
         return exchange.scatter(self.run(rows, *self.gate(rows)), common)
 
     def choose(self, rows: Tensor) -> ExpertRouting:
-        """Rows `[T, H]` -> the experts that they take, on any rank. Only if expert-parallel."""
+        """Rows `[T, H]` -> their experts, which may be on any rank. Only for expert-parallel layers."""
         assert self.held is not None, "all experts are here"
         weights, chosen = self.gate(rows)
         return ExpertRouting(weights, chosen, self.held.parts[chosen])
 
     def common(self, rows: Tensor) -> Tensor | None:
-        """Return this rank's partial sum of the shared MLP, `[T, H]`; None: there is no shared MLP."""
+        """Return this rank's partial sum of the shared MLP, `[T, H]`; None if there is no shared MLP."""
         if self.shared is None:
             return None
         common = self.shared.part(rows)

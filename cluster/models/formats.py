@@ -39,7 +39,7 @@ def place_of(files: Files, stored: str) -> str:
 
 
 def format_of(files: Files, stored: str) -> Callable[[Files, StoredMatrix], Quantised] | None:
-    """Return the reader of the format of `stored`; None: it is not quantised."""
+    """Return the reader of the format of `stored`; None if `stored` is not quantised."""
     place = place_of(files, stored)
     if place == stored:
         dtype = files.entry(stored).dtype
@@ -48,8 +48,8 @@ def format_of(files: Files, stored: str) -> Callable[[Files, StoredMatrix], Quan
 
 
 def float8(files: Files, asked: StoredMatrix) -> Quantised:
-    """Read FP8 with a scale for the tensor, for each output, for each group of inputs, or for each block. DeepSeek's
-    `weight_scale_inv` is multiplied, despite its name.
+    """Read FP8 with a scale for the tensor, for each output, for each group of inputs, or for each block. Codes are
+    multiplied by the scales, also by DeepSeek's `weight_scale_inv`, despite its name.
     """
     kind = FLOAT8[files.entry(asked.stored, asked.shape).dtype]
     names = [f"{asked.stored}{end}" for end in SCALES] + [f"{asked.stem}.qscale_weight"]
@@ -95,8 +95,8 @@ def compressed(files: Files, asked: StoredMatrix) -> Quantised:
 
 
 def qweight(files: Files, asked: StoredMatrix) -> Quantised:
-    """Read GPTQ, where an int32 packs codes of neighbouring inputs, or AWQ, where it packs eight outputs in AWQ's own
-    order. In both, an int32 packs zeros of neighbouring outputs.
+    """Read GPTQ or AWQ. In GPTQ, an int32 packs codes of neighbouring inputs, and zeros of neighbouring outputs. In
+    AWQ, an int32 packs codes or zeros of eight neighbouring outputs, in AWQ's own order.
     """
     name, (outputs, inputs), packing = f"{asked.stem}.qweight", asked.shape, files.quantisation.packing
     by_outputs = inputs, -(-outputs // 8)  # shape of `qweight` in AWQ
@@ -112,7 +112,7 @@ def qweight(files: Files, asked: StoredMatrix) -> Quantised:
     zeros = files.read(f"{asked.stem}.qzeros", (slice(None), words), asked.device)
     if awq:
         codes = unpacked(files.read(name, (slice(*asked.inputs), words), asked.device), bits, True)[:, cut].t()
-    else:  # GPTQ subtracts the offset from whole int32, with borrows across packed zeros: add it back the same way
+    else:  # GPTQ subtracts its offset from whole int32, with borrows across packed zeros, so add it to whole int32 too
         zeros = zeros + files.quantisation.zero_offset * ONES[bits]
         inner, within = _words(asked.inputs, bits)
         codes = unpacked(files.read(name, (inner, slice(*asked.outputs)), asked.device).t(), bits)[:, within]
@@ -150,10 +150,10 @@ def _part(files: Files, asked: StoredMatrix) -> Tensor:
 
 
 def _scales(files: Files, asked: StoredMatrix, name: str) -> str:
-    """Return `name` if it may hold scales; scales of activations of the same matrix are counted as used.
+    """Return `name`, after a check that the tensor may hold scales; count the matrix's activation scales as used.
 
     Raises:
-        ConfigError: it is missing, or its dtype is not one of scales.
+        ConfigError: the tensor is missing, or has a dtype that scales cannot have.
     """
     for end in ACTIVATION_SCALES:
         files.skip(asked.stem + end)
@@ -166,7 +166,7 @@ def _bits(files: Files, asked: StoredMatrix, name: str, dim: int) -> int:
     """Return the bits per code of the int32 tensor `name`, which packs the codes of all inputs along `dim`.
 
     Raises:
-        ConfigError: the shape fits neither 4 nor 8 bits, or not the number that the config gives.
+        ConfigError: the shape fits neither 4 nor 8 bits, or does not fit the number of bits that the config gives.
     """
     entry, inputs, said = files.entry(name), asked.shape[-1], files.scheme(asked.stored).bits
     whole = entry.dtype == "I32" and len(entry.shape) == 2
@@ -185,14 +185,14 @@ def _bits(files: Files, asked: StoredMatrix, name: str, dim: int) -> int:
 
 
 def _words(span: Span, bits: int) -> tuple[slice, slice]:
-    """Return where the codes in `span` lie: the slice of int32, and the slice of the codes unpacked from these."""
+    """Return where the codes in `span` are: the slice of int32, and the slice of the codes unpacked from that slice."""
     each, (start, stop) = 32 // bits, span
     first = start // each
     return slice(first, -(-stop // each)), slice(start - first * each, stop - first * each)
 
 
 def _from_zero(signed: Tensor) -> Tensor:
-    """Return int8 as uint8, shifted by 128: flipping the top bit does that."""
+    """Return int8 plus 128 as uint8; flipping the top bit adds 128."""
     return signed.contiguous().view(torch.uint8) ^ 128
 
 
@@ -205,7 +205,7 @@ def _of_scales(given: Tensor) -> Tensor:
 
 def unpacked(words: Tensor, bits: int, interleaved: bool = False) -> Tensor:
     """Unpack int32 `[n, w]` of numbers of `bits` bits, the first in the lowest bits, to uint8 `[n, w * 32 / bits]`.
-    With `interleaved`, AWQ's order is undone.
+    If `interleaved`, undo AWQ's order.
     """
     found = words.contiguous().view(torch.uint8)
     found = halves(found) if bits == 4 else found

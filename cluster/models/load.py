@@ -103,7 +103,7 @@ class Loader(WeightLoader):
         )
 
     def mlp(self, prefix: str, g: LayerGeometry, part: Shard | None = None) -> Mlp:
-        """Return shard `part` of the gated MLP under `prefix`; None: the shard of MLPs that this rank holds."""
+        """Return shard `part` of the gated MLP under `prefix`. If `part` is None, it is this rank's shard of MLPs."""
         part = self.sharding.mlp if part is None else part
         span = part.span(g.intermediate)
         names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
@@ -153,7 +153,7 @@ class Loader(WeightLoader):
         return Experts(self.kernels, gate, gates_ups, downs, *biases, shared, activation, shared_gate, held)
 
     def _held(self, moe: Moe, here: range) -> LocalExperts:
-        """Return which experts are here, and for every expert the shard that holds it."""
+        """Return which experts this rank holds (`here`), and for every expert the shard that holds it."""
         size = self.sharding.experts.size
         parts = [part for part in range(size) for _ in range(*Shard(part, size).span(moe.experts))]
         return LocalExperts(here.start, len(here), torch.tensor(parts, device=self.device))
@@ -161,8 +161,8 @@ class Loader(WeightLoader):
     def _stacked(
         self, prefix: str, g: LayerGeometry, moe: Moe, here: range
     ) -> tuple[Stack, Stack, Tensor, Tensor | None]:
-        """Return the experts of gpt-oss: gates and ups, downs, and their biases. All are in one tensor on disk, with
-        alternating gate and up columns; only MXFP4 is output-major.
+        """Return the experts of gpt-oss: gates and ups, downs, and the biases of both. On disk, a tensor holds all
+        experts, and gate and up columns alternate. Matrices in MXFP4 are output-major, others are not.
         """
         e, h, i = moe.experts, g.hidden, moe.intermediate
         span, own = self.sharding.columns.span(i), (here.start, here.stop)
@@ -214,7 +214,7 @@ def gates_last(packed: Tensor, heads: int, d: int) -> Tensor:
 
 
 def local_heads(g: LayerGeometry, part: Shard) -> LayerGeometry:
-    """Return the geometry of one attention shard. If there are fewer KV heads than ranks, they are replicated.
+    """Return the geometry of one attention shard. If there are fewer KV heads than ranks, KV heads are replicated.
 
     Raises:
         ConfigError: the heads cannot be divided among the ranks.

@@ -30,7 +30,7 @@ class Mlp:
         return "gather", "scatter"
 
     def __call__(self, rows: Tensor, exchange: TokenExchange) -> Tensor:
-        """Own rows `[T, H]` -> `[T, H]`: gather the rows of all ranks, compute partial sums, scatter them back."""
+        """Own rows `[T, H]` -> `[T, H]`: gather the rows of all ranks, compute partial sums, sum and scatter these."""
         return exchange.scatter(self.part(exchange.gather(rows)))
 
     def part(self, rows: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ def check_draft(folder: str, spec: DraftSpec) -> None:
 
 
 def draft_checkpoint(folder: str, spec: DraftSpec, runner: int = 0, dry: bool = False) -> Checkpoint:
-    """Open the checkpoint of the draft in `folder`, with the names of one runner. `dry`: headers only."""
+    """Open the checkpoint of the draft in `folder`, with the names of one runner. If `dry`, only headers are read."""
     return Checkpoint(folder, partial(spec.stored_name, runner=runner), spec.ignored(runner), dry)
 
 
@@ -70,10 +70,10 @@ def load_draft_list(
 
 
 def share_embed_and_head(draft: DraftModel, target: DecoderTarget, context: ModelContext) -> None:
-    """Give a draft the target's embedding and head, in the draft's own sharding, if it needs them.
+    """Give a draft the target's embedding and head, in the draft's own sharding, if the draft has none of its own.
 
-    They are read again, whole, if the target's vocabulary is sharded otherwise than the draft's, or if it is sharded
-    and the draft ranks only some of the target's ids with the target's head.
+    They are read again, whole, in two cases: the draft's vocabulary is sharded otherwise than the target's; or the
+    target's is sharded, and the draft uses only some columns of the target's head.
     """
     spec, vocab = draft.spec, context.sharding.vocab
     embed, head = target.get_embed_and_head()

@@ -18,9 +18,10 @@ ROWS = 1024  # rows computed at a time when a request needs more; a step waits f
 def frequencies(rope: Rope, dim: int) -> Tensor:
     """Return the radians per position of the `dim / 2` pairs, float64 `[dim / 2]`, scaled as `rope` says.
 
-    llama3 as in the Llama 3.1 release: frequencies of long wavelengths are divided by `factor`; the band between the
-    two frequency factors is blended. YaRN (arXiv 2309.00071): the band lies between the dimensions that turn
-    `beta_fast` and `beta_slow` times over the original length. Dynamic scaling starts at its length.
+    llama3, as in the Llama 3.1 release, divides frequencies of long wavelengths by `factor`, and blends those in the
+    band between its two frequency factors. In YaRN (arXiv 2309.00071) the band lies between the dimensions that turn
+    `beta_fast` and `beta_slow` times over the original length. Beyond the length of a dynamic scaling, frequencies are
+    those of `dynamic_frequencies`.
     """
     inverse = 1.0 / rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     if rope.llama3 is not None:
@@ -46,8 +47,8 @@ def frequencies(rope: Rope, dim: int) -> Tensor:
 def dynamic_frequencies(rope: Rope, dim: int, positions: Tensor) -> Tensor:
     """Return the radians per position of the `dim / 2` pairs at each of `positions` `[T]`, float64 `[T, dim / 2]`.
 
-    Dynamic NTK scaling as in `transformers`: the base grows with the length of the text. Here that is the text up to
-    and including the position, so that cached keys stay valid when more tokens follow.
+    Dynamic NTK scaling as in `transformers`: the base grows with the length of the text. Here the text ends at the
+    position itself, so that cached keys stay valid when more tokens follow.
     """
     assert rope.dynamic is not None
     factor, length = rope.dynamic
@@ -60,7 +61,7 @@ class RotaryTable:
     """cos and signed sin per position, `[P, 1, d]` each; see `Angles`.
 
     The table is allocated for all P positions that may ever be served, so that its address never changes and captured
-    programs can read it. Rows behind the first `START` are computed when `reach` needs them: on a CPU, rows that were
+    programs can read it. Rows behind the first `START` are computed when `reach` needs them. On a CPU, rows that were
     never written take no physical memory.
     """
 
@@ -108,7 +109,8 @@ class RotaryTable:
 def half_split(weight: Tensor, heads: int, rotated: int | None = None) -> Tensor:
     """Permute weight rows `[n * d, ..]` of `heads` heads from rope over neighbouring pairs to the half-split layout.
 
-    Only the last `rotated` rows of each head are permuted; None: all. As q and k are permuted alike, scores stay equal.
+    Only the last `rotated` rows of each head are permuted (None: all). As q and k are permuted in the same way, scores
+    do not change.
     """
     # Of the rotated rows: (0, 1, 2, 3, ..) -> (0, 2, 4, .., 1, 3, 5, ..).
     split = weight.view(heads, -1, *weight.shape[1:])

@@ -1,4 +1,5 @@
-"""Which numbers of a quantised matrix share a scale: by the config and `g_idx`, else by the shapes of tensors.
+"""Finds out which numbers of a quantised matrix share a scale: from the config and `g_idx`, or, if the config does not
+say it, from the shapes of tensors.
 
 If tensors and config disagree, the checkpoint is refused. Shape legend: O outputs, I inputs, G groups of inputs.
 """
@@ -16,10 +17,10 @@ USUAL = (16, 32, 64, 128, 256, 512, 1024)  # group sizes to try if the config gi
 def beside(files: Files, asked: StoredMatrix, name: str) -> tuple[Tensor, int]:
     """Return scales or zeros `name` of the requested part as `[O, G]`, and how many inputs share one of them.
 
-    On disk there is one for the tensor, one for each output, `[O, G]`, or one for each block.
+    On disk there is one scale for the tensor, one for each output, G for each output, or one for each block.
 
     Raises:
-        ConfigError: their number does not agree with the config, or with the shape of the matrix.
+        ConfigError: the number of scales does not agree with the config, or with the shape of the matrix.
     """
     (outputs, inputs), (start, stop) = asked.shape, asked.outputs
     held = files.read(name, (), asked.device)
@@ -104,7 +105,7 @@ def _parts(size: int, each: int) -> int:
 
 
 def of_inputs(files: Files, asked: StoredMatrix, given: Tensor, each: int) -> tuple[Tensor, int]:
-    """Cut scales or zeros `[O, G]` of all inputs to the requested inputs; return them, and how many inputs share one.
+    """Cut scales or zeros `[O, G]` of all inputs to the requested inputs; return these, and how many inputs share one.
 
     A group has `each` inputs, the last one perhaps fewer. If the requested inputs are not whole groups of neighbours,
     each input gets an entry of its own, and the group size is 1.
@@ -126,7 +127,7 @@ def groups_of(start: int, stop: int, each: int, given: Tensor) -> Tensor:
 
 
 def _given_order(files: Files, asked: StoredMatrix, each: int, groups: int) -> Tensor | None:
-    """Return the group of each input as `g_idx` gives it, `[I]`; None: `each` neighbours are a group.
+    """Return the group of each input as `g_idx` gives it, `[I]`; None if each group is `each` neighbouring inputs.
 
     Raises:
         ConfigError: `g_idx` names a group without scales, or puts more than `each` inputs into one group.

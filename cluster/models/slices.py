@@ -1,7 +1,7 @@
 """Reading slices of tensors from files, by several threads, without reading the rest of the tensor.
 
-On a CPU, bytes are read into the tensor itself. For a GPU, they go through a few pinned buffers, so the host never
-holds more than these. Files are not memory-mapped, so their pages do not count as memory of this process.
+On a CPU, bytes are read into the tensor itself. For a GPU, bytes go through a few pinned buffers, so the host never
+holds more than these buffers. Files are not memory-mapped, so their pages do not count as memory of this process.
 """
 
 import os
@@ -27,8 +27,8 @@ SHORT = 4096  # bytes; shorter pieces are read together with the bytes between t
 
 
 class SliceRun(NamedTuple):
-    """`pieces` pieces of a slice, of `length` bytes each. In the file the first is at byte `start`, and pieces are
-    `stride` bytes apart; in the slice they are contiguous from byte `at` on.
+    """`pieces` pieces of a slice, of `length` bytes each. In the file the first piece is at byte `start`, and the next
+    ones follow at distances of `stride` bytes. In the slice the pieces are contiguous from byte `at` on.
     """
 
     start: int
@@ -52,8 +52,8 @@ def runs_of(shape: tuple[int, ...], index: Index, itemsize: int) -> tuple[tuple[
         bounds.append((start, max(start, stop)))
         kept += [] if isinstance(one, int) else [max(0, stop - start)]
     # Dimensions from `split` on are selected whole, so each entry of dimension split - 1 is `inner` contiguous bytes. A
-    # piece is the selected range of that dimension; the dimension before it gives the pieces of a run, `stride` apart;
-    # all earlier ones give runs.
+    # piece is the selected range of dimension split - 1. The entries of dimension split - 2 are the pieces of a run,
+    # `stride` apart. Each entry of the earlier dimensions is a run of its own.
     split = len(shape)
     while split and bounds[split - 1] == (0, shape[split - 1]):
         split -= 1
@@ -200,8 +200,8 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def _parts(runs: list[SliceRun]) -> Iterator[list[SliceRun]]:
-    """Cut and group runs into parts of at most `PART` bytes of the slice. A run of several short pieces becomes parts
-    of its own, whose span in the file is at most `PART` bytes.
+    """Cut and group runs into parts of at most `PART` bytes of the slice. A run of several short pieces is not grouped
+    with others; it is cut into parts whose span in the file is at most `PART` bytes.
     """
     part: list[SliceRun] = []
     for run in runs:

@@ -47,8 +47,9 @@ class Files(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StoredMatrix:
-    """A part of the matrix `stored` `[.., O, I]` of `shape`: outputs in `rows`, inputs in `columns` (None: all), of one
-    `expert` of a stack. Packed bytes are copied to `device` (None: the CPU) and unpacked there.
+    """A part of the matrix `stored` `[.., O, I]` of `shape`: the outputs in `rows` and the inputs in `columns` (None:
+    all), of one `expert` if the matrix is a stack. Packed bytes are copied to `device` (None: the CPU) and unpacked
+    there.
     """
 
     stored: str
@@ -60,7 +61,7 @@ class StoredMatrix:
 
     @property
     def stem(self) -> str:
-        """Return the common prefix of the names of its tensors (codes, scales, zeros)."""
+        """Return the common prefix of the names of the matrix's tensors (codes, scales, zeros)."""
         return self.stored.removesuffix(".weight")
 
     @property

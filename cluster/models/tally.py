@@ -9,7 +9,7 @@ from cluster.kernels.quantised import Quantised
 
 @dataclass(slots=True)
 class QuantisationTally:
-    """Counts, by kind, of packed and of dequantised weights. The packed ones hold `numbers` values in `nbytes`."""
+    """Counts of packed and of dequantised weights, by kind. Packed weights have `numbers` values in `nbytes` bytes."""
 
     packed: Counter[str] = field(default_factory=Counter)
     dequantised: Counter[str] = field(default_factory=Counter)
@@ -24,7 +24,7 @@ class QuantisationTally:
         self.nbytes += made.nbytes
 
     def lines(self, activations: bool) -> list[str]:
-        """Return the tally in words. `activations`: the checkpoint's config wants quantised activations too."""
+        """Return the tally in words. `activations` says whether the checkpoint's config wants quantised activations."""
         said = []
         if self.packed:
             said.append(f"{self.packed.total()} quantised weights stay packed: {_shown(self.packed)}")

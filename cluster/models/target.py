@@ -35,7 +35,7 @@ class DecoderTarget:
         ropes = list(dict.fromkeys(g.rope for g in arch.layers))
         self._rotaries = [RotaryTable(rope, first.rope_dim, context.max_position, dtype, device) for rope in ropes]
         self._rope_of = [ropes.index(g.rope) for g in arch.layers]
-        # The scale is rounded to float32, then to the compute dtype; only in float64 it is exact.
+        # The scale is rounded to float32, then to the compute dtype. Only in float64 it is not rounded.
         scale = arch.embed_scale
         self._embed_scale = None if scale is None else torch.tensor(scale).to(device, dtype)
         if scale is not None and dtype == torch.float64:
@@ -93,7 +93,7 @@ class DecoderTarget:
 
 
 def target_checkpoint(folder: str, arch: TargetArch, dry: bool = False) -> Checkpoint:
-    """Open the checkpoint of `arch` in `folder`, with the tensor names of its family. `dry`: headers only."""
+    """Open the checkpoint of `arch` in `folder`, with the names of its family. If `dry`, only headers are read."""
     return Checkpoint(folder, arch.stored_name, arch.ignored, dry)
 
 
@@ -105,7 +105,7 @@ def read_embed_and_head(folder: str, arch: TargetArch, context: ModelContext) ->
 
 
 def _head(load: Loader, arch: TargetArch, embed: Embedding) -> Head:
-    """Return the checkpoint's own head if it has one, even if the config ties it; else one tied to the embedding."""
+    """Return the head. It is tied to the embedding only if the config says so and the checkpoint has no own head."""
     if arch.tied and not load.checkpoint.holds("lm_head.weight"):
         return tied_head(embed, arch.vocab_size, load.kernels)
     return load_head(load, "lm_head.weight", arch.vocab_size, arch.hidden)

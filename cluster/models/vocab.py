@@ -44,7 +44,8 @@ class ShardedLogits:
     """The logits of a head on one rank: `values` `[T', v]` for the columns `start` to `start + v - 1` of `vocab`.
 
     Columns beyond the vocabulary are -inf, so that they are never chosen. This rank's own rows begin at row `first`;
-    the others belong to other groups. `shards` connects to the ranks with other columns; None: all columns are here.
+    other rows belong to other groups. `shards` connects to the ranks with other columns; it is None if this rank has
+    all columns.
     """
 
     values: Tensor
@@ -68,7 +69,7 @@ class Head:
         return self.weight.shape[1]
 
     def __call__(self, rows: Tensor, exchange: TokenExchange, cap: float | None = None) -> ShardedLogits:
-        """Rows `[T, H]` -> this shard's logits; with `cap` (softcap) logits x become cap * tanh(x / cap)."""
+        """Rows `[T, H]` -> this shard's logits. If `cap` (softcap) is given, logits x become cap * tanh(x / cap)."""
         values, first = exchange.head(rows, self.weight)
         if cap is not None:
             values = torch.tanh(values / cap) * cap

@@ -1,5 +1,5 @@
 """Weights from a checkpoint: only this rank's slice is read, and its shape is checked. Quantised weights stay packed if
-the kernels can use them so; all others are converted to the compute dtype on the device.
+the kernels support that; all other weights are converted to the compute dtype on the device.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from cluster.models.stored import Span
 
 
 class _UnlikeError(Exception):
-    """The experts of one layer are not quantised alike."""
+    """The experts of one layer are quantised in different ways."""
 
 
 class WeightLoader:
@@ -40,7 +40,9 @@ class WeightLoader:
         return self._dense(self.checkpoint.matrix(name, shape, device=self.device), self._widest)
 
     def norm(self, name: str, size: int, unit_offset: bool = False) -> Tensor:
-        """Return a norm's weight; with `unit_offset`, 1 + weight in at least float32: half precision is too coarse."""
+        """Return a norm's weight. If `unit_offset`, return 1 + weight, in at least float32: half precision is too
+        coarse.
+        """
         if not unit_offset:
             return self.take(name, size)
         weight = self.wide(name, size)
@@ -49,7 +51,7 @@ class WeightLoader:
     def matrix(
         self, name: str, *shape: int, rows: Span | None = None, columns: Span | None = None, expert: int | None = None
     ) -> Matrix:
-        """Return one tensor as `take` does, but still quantised if it is so on disk."""
+        """Return one tensor as `take` does, but a matrix that is quantised on disk stays quantised."""
         held = self.checkpoint.matrix(name, shape, rows, columns, expert, self.device)
         return held if isinstance(held, Quantised) else self._dense(held)
 
@@ -81,10 +83,10 @@ class WeightLoader:
         return self.kernels.stack(whole)
 
     def _like(self, first: Quantised, experts: range, matrix_of: Callable[[int], Matrix]) -> Iterator[Quantised]:
-        """Yield the experts' matrices, all quantised as the `first`.
+        """Yield the experts' matrices, which must be quantised in the same way as the `first`.
 
         Raises:
-            _UnlikeError: one is not quantised as the first.
+            _UnlikeError: one of them is not.
         """
         yield first
         for expert in experts[1:]:
@@ -102,7 +104,7 @@ class WeightLoader:
         return placed(matrix, self.dtype if dtype is None else dtype, self.device)
 
     def beneath(self, parts: list[Matrix]) -> Matrix:
-        """Concatenate the outputs of matrices with the same inputs; the result is quantised if all are, and alike."""
+        """Concatenate the outputs of matrices with equal inputs. If all are quantised and `fit`, so is the result."""
         quantised = [part for part in parts if isinstance(part, Quantised)]
         if len(quantised) == len(parts) and fit(quantised):
             return side_by_side(quantised)

@@ -1,7 +1,7 @@
 """The sampler in C, for CPUs: scores, noise included, are computed in registers and never written to memory.
 
-Results must equal those of `TorchSampler`, except for the last digits of noise. Also, the bits of a row depend on that
-row alone, and are the same with every set of vector instructions (`kernels/choice/choice.c`).
+Results must equal those of `TorchSampler`, except for the last digits of noise. In addition, the bits of a row depend
+on that row alone, and are the same with every set of vector instructions (`kernels/choice/choice.c`).
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ NUMBERS = (
 )
 BEST, LIKELIEST, FOUND = range(3)
 MOST = 64
-"""The most tokens that one call can take of a row."""
+"""The largest `count` of one call: the most tokens of a row that it can return."""
 
 
 class ChoiceArguments(Structure):
@@ -46,7 +46,7 @@ class CSampler:
     def noise(self, seeds: Tensor, first: Tensor, count: int, hashes: Tensor, dtype: torch.dtype) -> Noise:
         """Compute the keys only; see `Sampler.noise`."""
         first, keys = first.contiguous(), first.new_empty(first.shape[0], count)
-        run = self._library.functions["keys", torch.float32]  # integers only: any dtype's variant will do
+        run = self._library.functions["keys", torch.float32]  # it handles integers only: the dtype does not matter
         native(run, seeds.data_ptr(), first.data_ptr(), keys.data_ptr(), first.shape[0], seeds.stride(0), count)
         return Noise(keys, hashes, dtype)
 
@@ -135,7 +135,7 @@ class CSampler:
         drawn: dict[str, Tensor],
         rows: tuple[int, int],
     ) -> None:
-        """Fill `made` (scores, columns, log-sum-exp) for logits `values`; `rows` is (requests, rows of each)."""
+        """Fill `made` (scores, columns, log-sum-exp) for logits `values`; `rows` is (requests, rows per request)."""
         scores, columns, total = made
         size, (requests, each) = values.shape[1], rows
         given = {"logits": values, "scores": scores, "columns": columns, "total": total, **drawn}
@@ -147,7 +147,7 @@ class CSampler:
             told.words = drawn["masks"].shape[1]
         if "keys" in drawn:
             keys = drawn["keys"]
-            # One key per request: all rows use it (position 0). More: row i uses key i, or key `which[i]`.
+            # If a request has one key, all its rows use that key. Otherwise row i uses key i, or key `which[i]`.
             told.keys_stride, told.position = keys.stride(0), int(keys.shape[1] > 1)
             told.inverse_stride, told.scale_stride = drawn["inverse"].stride(0), drawn["scale"].stride(0)
         native(self._library.functions["choice", values.dtype], byref(told))
@@ -157,7 +157,7 @@ def _drawn(draw: SamplingInputs, values: Tensor, least: Tensor | None) -> dict[s
     """Return the tensors of `draw` that the C function reads, by the names of `POINTERS`, for rows of logits `values`.
 
     Raises:
-        ValueError: the noise does not have one token per column, which C would not notice.
+        ValueError: the noise does not have one token per column. The C code does not check this.
     """
     noise, sampling, wide = draw.noise, draw.sampling, at_least_float32(values.dtype)
     assert noise is not None, "all requests share a mode"

@@ -16,7 +16,7 @@ from cluster.batch import SamplingBatch
 from cluster.sampling.radix_select import search
 from cluster.sampling.row_blocks import blocks
 
-MASS = 1 << 40  # mass of the likeliest token; 2**22 tokens as likely still fit in 63 bits
+MASS = 1 << 40  # mass of the likeliest token; the sum over 2**22 equally likely tokens still fits in 63 bits
 AT_ONCE = 2  # temporary numbers per logit while a threshold is computed
 INTEGER = {torch.float32: torch.int32, torch.float64: torch.int64}
 
@@ -24,7 +24,7 @@ INTEGER = {torch.float32: torch.int32, torch.float64: torch.int64}
 def ordered(floats: Tensor) -> Tensor:
     """Return integers of the same width in the same order as `floats` (except NaN)."""
     bits = floats.view(INTEGER[floats.dtype])
-    # Negative floats ascend as their bits descend: flip all bits but the sign of those (the shift gives all ones).
+    # Negative floats ascend as their bits descend, so flip all their bits but the sign (the shift gives all ones).
     return bits ^ ((bits >> (8 * bits.itemsize - 1)) & torch.iinfo(bits.dtype).max)
 
 
@@ -51,11 +51,11 @@ class LogitRows(Protocol):
         ...
 
     def kth(self, rank: Tensor) -> Tensor:
-        """Return the logit at place `rank` of each row, counted from 1, the highest."""
+        """Return the logit at place `rank` of each row; place 1 is the highest logit."""
         ...
 
     def weigh(self, top: Tensor, kth: Tensor) -> Tensor:
-        """Compute `mass_of` each logit, keep it for `reaching`, and return the sum of each row."""
+        """Compute the mass of each logit (`mass_of`), keep it for `reaching`, and return the sum of each row."""
         ...
 
     def reaching(self, needed: Tensor) -> Tensor:
@@ -92,8 +92,8 @@ class WholeLogits:
 def thresholds(rows: LogitRows, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Return the lowest tempered logit that each row keeps, `[B, 1]`; the filters are `[B, 1]` too.
 
-    top_k is applied first; top_p counts the mass that top_k leaves; min_p is a share of the highest probability. The
-    likeliest token is always kept. A row without filters has top_k 0, top_p 1, min_p 0.
+    top_k is applied first. top_p is a share of the mass that top_k leaves, min_p a share of the highest probability.
+    The likeliest token is always kept. A row without filters has top_k 0, top_p 1, min_p 0.
     """
     top, vocab = rows.highest(), rows.vocab
     # Each filter is a threshold, -inf if it is off; the highest one decides:

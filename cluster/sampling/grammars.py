@@ -26,8 +26,8 @@ Mask = NDArray[np.int32]
 T = TypeVar("T")
 
 BURST_S, SHARE_S = 0.1, 0.01
-"""CPU seconds that the grammar of a request may take: a burst, and a share per step that pays it back. The longest call
-is not counted, because it may contain a pause of the process or the machine.
+"""CPU seconds that the grammar of a request may take: `BURST_S` at once, and `SHARE_S` more for each step. The longest
+call is not counted, because it may contain a pause of the process or the machine.
 """
 
 
@@ -45,7 +45,10 @@ class Matcher(Protocol):
         ...
 
     def forced(self, path: Sequence[int], most: int) -> list[int]:
-        """Return at most `most` tokens that most likely follow `path`, because the grammar allows only one text."""
+        """Return the first `most` tokens of the only text that the grammar allows after `path`; none if it allows more.
+
+        A text can be cut into tokens in several ways; these are the tokens that the model most likely chooses.
+        """
         ...
 
 
@@ -61,18 +64,18 @@ class Make(Protocol):
         ...
 
     def prepare(self) -> None:
-        """Do the work that the first grammar would wait for, in any thread; raises `ConfigError` if no grammar can be
-        matched over this model's tokens.
+        """Do in advance the work that the first grammar would wait for, in any thread; raises `ConfigError` if no
+        grammar can be matched over this model's tokens.
         """
         ...
 
 
 class GrammarPosition:
-    """The position of a request in its grammar, with the CPU time it took. Without a matcher if the grammar failed."""
+    """The position of a request in its grammar, and the CPU time that it took. It loses its matcher if that fails."""
 
     def __init__(self, constraint: RowGrammar, make: Make) -> None:
         self._matcher: Matcher | None = None
-        self._spent = self._longest = 0.0  # CPU seconds beyond the share; the longest call in them
+        self._spent = self._longest = 0.0  # CPU seconds beyond the shares of past steps; the longest call among them
         self._matcher = self._tried(make, constraint.grammar)
         self.accept(constraint.tokens)
         self._spent = self._longest = 0.0  # creating the matcher is not charged
@@ -83,7 +86,7 @@ class GrammarPosition:
         return self._spent - self._longest > BURST_S
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Advance by the tokens committed in one step, and pay back the share of CPU time of that step."""
+        """Advance by the tokens committed in one step, and deduct `SHARE_S` from the CPU time spent."""
         if self._matcher is not None:
             self._tried(self._matcher.accept, tokens)
         self._spent, self._longest = max(0.0, self._spent - SHARE_S), max(0.0, self._longest - SHARE_S)
@@ -124,7 +127,8 @@ class GrammarTable:
     """The positions of running requests in their grammars, by table row.
 
     If a grammar fails, the request's logits become NaN, so that only this request ends, with an error. If a grammar
-    takes too long, the request is `slow`. Then the leader of its group should end it; ranks measure different times.
+    takes too much CPU time, `slow` is True for the request, and the leader of its group should end it. Only the leader
+    decides, because ranks measure different times.
     """
 
     def __init__(self, vocab: int, make: Make, bars: Bars) -> None:
@@ -145,7 +149,7 @@ class GrammarTable:
         self._make.read(grammar)
 
     def prepare(self) -> None:
-        """Do the work that the first grammar would wait for, in any thread.
+        """Do in advance the work that the first grammar would wait for, in any thread.
 
         Raises:
             ConfigError: no grammar can be matched over this model's tokens.
@@ -158,7 +162,7 @@ class GrammarTable:
         return place is not None and place.slow
 
     def put(self, order: StepInput) -> None:
-        """Admit requests: rows with a grammar get a new position in it, rows of other requests lose theirs."""
+        """Admit requests: a row whose request has a grammar gets a new position, the other admitted rows get none."""
         for each in order.samplings:
             self._places.pop(each.row, None)
         for constraint in order.constraints:
@@ -174,21 +178,22 @@ class GrammarTable:
                 self._places[row].accept(run[:count])
 
     def forced(self, row: int, path: Sequence[int], most: int) -> list[int]:
-        """Return up to `most` tokens that the grammar of the request in `row` forces after `path`, if it has one."""
+        """Return up to `most` tokens that the grammar of the request in `row` forces after `path`; none without one."""
         place = self._places.get(row)
         return [] if place is None else place.forced(path, most)
 
     def apply(self, logits: Tensor, rows: Tensor, path: Tensor, ids: Tensor | None) -> Tensor:
         """Return logits `[R, n, v]` of the requests in `rows` `[R]` with disallowed tokens masked out, in float32 at
-        least; NaN if the grammar failed. `path` `[R, n, D]` are the uncommitted tokens before each row, padded with -1.
-        `ids` as in `LogitsProcessor.apply`.
+        least. If a request's grammar failed, its logits become NaN. `path` `[R, n, D]` are the uncommitted tokens
+        before each row, padded with -1. `ids` is as in `LogitsProcessor.apply`.
         """
         masks = self.masks(rows, path)
         return self._bars(logits.flatten(0, 1), masks.flatten(0, 1), ids).view(logits.shape)
 
     def masks(self, rows: Tensor, path: Tensor) -> Tensor:
-        """Return the token bitmasks of the requests in `rows` `[R]` after `path` `[R, n, D]`: int32 `[R, n, words]`,
-        all ones for a request without a grammar, all zeros if the grammar failed.
+        """Return the token bitmasks of the requests in `rows` `[R]` after `path` `[R, n, D]`: int32 `[R, n, words]`.
+
+        A request without a grammar has all bits set; a request whose grammar failed has none.
         """
         masks = hosted(self._masks, rows, path)
         assert masks is not None

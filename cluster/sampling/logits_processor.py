@@ -47,7 +47,7 @@ class LogitsProcessor:
 
     `adjustments` and `grammars` are None if no request of the step needs that table. `words`: some request has bad
     words. `path` `[R, n, D]` are the tokens before each row of logits that the tables have not counted yet, padded with
-    -1; None: there are none.
+    -1. If `path` is None, the tables have counted all tokens.
     """
 
     rows: Tensor
@@ -82,8 +82,8 @@ class LogitsProcessor:
         return self.grammars.masks(self.rows, self._paths(each)).flatten(0, 1)
 
     def apply(self, logits: Tensor, ids: Tensor | None = None) -> Tensor:
-        """Return adjusted logits `[R, n, V]`, in float32 at least. `ids` `[V]` are the token ids of the columns; None:
-        the columns are the ids from 0 on.
+        """Return adjusted logits `[R, n, V]`, in float32 at least. `ids` `[V]` are the token ids of the columns. If
+        `ids` is None, column i is token id i.
         """
         r, n, width = logits.shape
         path = self._paths(n)

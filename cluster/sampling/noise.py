@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cluster.sampling.row_blocks import blocks
 
-KEPT = 1 << 22  # up to so many noise values are computed once and kept; more are computed at each use
+KEPT = 1 << 22  # the most noise values that are computed once and kept; if there are more, each use computes them
 
 
 def _signed(value: int, bits: int) -> int:
@@ -35,7 +35,9 @@ def _mix_(x: Tensor, between: Tensor | int = 0) -> Tensor:
 
 
 def _mix_64(x: Tensor) -> Tensor:
-    """Return SplitMix64's finaliser of int64 (Steele, Lea, Flood 2014); each bit flips half of the result's."""
+    """Return SplitMix64's finaliser of int64 (Steele, Lea, Flood 2014): each input bit flips about half of the result's
+    bits.
+    """
     x = (x ^ (x >> 30).bitwise_and_((1 << 34) - 1)).mul_(MIX_C)
     x = x.bitwise_xor_((x >> 27).bitwise_and_((1 << 37) - 1)).mul_(MIX_D)
     return x.bitwise_xor_((x >> 31).bitwise_and_((1 << 33) - 1))
@@ -101,7 +103,7 @@ def gumbel(keys: Tensor, hashes: Tensor, dtype: torch.dtype) -> Tensor:
 class Noise:
     """Noise at m positions of B requests for V tokens, as `keys` `[B, m]` and `hashes` `[V]`.
 
-    `kept` `[B, m, V]` are the values, if there are few (`KEPT`): they are computed once and read several times.
+    `kept` `[B, m, V]` are the values if at most `KEPT`, computed once and read several times; else it is None.
     """
 
     keys: Tensor
@@ -141,7 +143,9 @@ class Noise:
         return Noise(self.keys, hashes, self.dtype, self.kept.gather(2, ids.expand(*self.kept.shape[:2], -1)))
 
     def values(self, which: Tensor | None = None) -> Tensor:
-        """Return the values `[B, m, V]`, or with `which` `[B, n]` those at these positions, `[B, n, V]`."""
+        """Return the values `[B, m, V]`. If `which` `[B, n]` is given, return those at these position numbers only,
+        `[B, n, V]`.
+        """
         made = gumbel(self.keys, self.hashes, self.dtype) if self.kept is None else self.kept
         if which is None:
             return made

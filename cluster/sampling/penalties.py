@@ -19,13 +19,14 @@ from cluster.sampling.noise import at_least_float32
 BANNED = -1e30
 """Added to the logit of a banned token. Finite, so that only the model can make a row non-finite."""
 PROMPT, LATE, ONCE = 1, 2, 4
-"""Parts of a token's mark: it is in the prompt; it is banned before the minimum length; 4 for each time it was
-generated, so mark >> 2 is the count."""
+"""A token's mark is a sum of these: `PROMPT` if the token is in the prompt, `LATE` if it is banned before the minimum
+length, and `ONCE` for each time it was generated. So mark >> 2 is the count."""
 REPETITION = 2  # column of `numbers`; the only one whose neutral value is 1, not 0
 
 
 class PenaltyTable:
-    """The logit adjustments of all requests by row. It takes no memory before the first request that has some.
+    """The logit adjustments of all requests by row. The table takes no memory before the first request with
+    adjustments.
 
     - `bias` `[rows, V]`: added to logits.
     - `marks` `[rows, V]` int32: see `PROMPT`, `LATE`, `ONCE`.
@@ -91,7 +92,7 @@ class PenaltyTable:
         row, tokens = each.row, sent["tokens"]
         self.numbers[row] = sent["numbers"].view(torch.float64).to(self._dtype)
         self.missing[row : row + 1] = sent["missing"]
-        # With a list of allowed tokens, the bias of all other tokens is a ban.
+        # If the request lists its allowed tokens, the bias of all other tokens is a ban.
         bias, marks = self.bias[row], self.marks[row]
         bias.fill_(0.0 if each.allowed is None else BANNED)
         if each.allowed is not None:

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-FEW = 1 << 14  # up to so many numbers, sorting is faster, as it takes fewer operators
+FEW = 1 << 14  # up to this many numbers, sorting is faster, as it takes fewer operators
 DIGIT = 11  # most bits of one histogram; short rows use fewer, because their histograms would be mostly empty
 
 
@@ -20,7 +20,8 @@ class ThresholdSearch(Protocol):
     def least(self, needed: Tensor, weights: Tensor | None = None) -> Tensor:
         """Return `[B, 1]`: the largest x of each row so that the `weights` of numbers >= x sum to at least `needed`.
 
-        `weights` `[B, V]` are int64, not negative; None: each is 1. `needed` `[B, 1]` is between 1 and their sum.
+        `weights` `[B, V]` are int64, not negative. If `weights` is None, each number weighs 1. `needed` `[B, 1]` is
+        between 1 and the sum of the weights.
         """
         ...
 
@@ -82,7 +83,7 @@ def descend(filled: Callable[[Digit], Tensor], spare: Tensor, digit: int, dtype:
         place = Digit(width, high, max(0, high - digit), found)
         weights = filled(place)
         upto = weights.cumsum(1)
-        # The digit is the first bin with upto > spare. Inside it, spare is less by the weight of all lower bins.
+        # The digit is the first bin with upto > spare. For the next round, subtract the weight of all lower bins.
         at = torch.searchsorted(upto, spare, right=True).clamp_(max=place.bins - 1)
         spare = spare - upto.gather(1, at) + weights.gather(1, at)
         at = at.to(dtype)
@@ -93,7 +94,7 @@ def descend(filled: Callable[[Digit], Tensor], spare: Tensor, digit: int, dtype:
 class RadixSelect:
     """Finds the number digit by digit from the top, without a sort: the histogram of a digit gives the bin, and the
     next round looks inside that bin (radix select, as in Alabi et al., "Fast k-selection algorithms for graphics
-    processing units", 2012). Three histograms are enough for 32 bits.
+    processing units", 2012). Three histograms are enough for 32 bits in long rows.
     """
 
     def __init__(self, numbers: Tensor) -> None:

@@ -26,12 +26,12 @@ def adjusted(
 ) -> tuple[ShardedLogits, Tensor | None]:
     """Return (logits, masks): the logits of own rows after penalties and grammars, in one of three forms.
 
-    - No request of the step has penalties or a grammar: `columns` as they are, None.
-    - Only grammars change logits, and the sampler can apply token bitmasks as it reads the logits: `columns` as they
-      are, masks `[T, words]`. Writing adjusted logits of 262,144 columns takes longer than all else that grammars cost.
-    - Otherwise: all columns of own rows, adjusted; None.
+    - (`columns`, None) if no request of the step has penalties or a grammar.
+    - (`columns`, masks `[T, words]`) if only grammars change logits, and the sampler can apply token bitmasks as it
+      reads the logits. Writing adjusted logits of 262,144 columns takes longer than all else that grammars cost.
+    - (all columns of own rows, adjusted; None) otherwise.
 
-    `ids` `[V]` are the token ids of the columns, if these are not the vocabulary in its order.
+    `ids` `[V]` are the token ids of the columns. If `ids` is None, column i is token id i.
     """
     first = draws[0].adjust
     if first is None:
@@ -52,7 +52,9 @@ def adjusted(
 
 
 def choose(columns: ShardedLogits, draws: Sequence[SamplingInputs], sampler: Sampler = TORCH) -> tuple[Tensor, Tensor]:
-    """Return the target's token after every own row, and its score, `[T]` each. `draws` cover the T rows, in order."""
+    """Return the target's token after every own row, and the score of that token, `[T]` each. `draws` cover the T rows,
+    in order.
+    """
     columns, masks = adjusted(columns, draws)
     draws, least = told(columns, draws)
     chosen, score = sampler.best(columns.values, draws, least, masks)
@@ -64,23 +66,23 @@ def likeliest(
 ) -> tuple[Tensor, Tensor]:
     """Return the `count` best tokens after each own row: (log-probabilities, columns), `[T, count]` each.
 
-    Log-probabilities are the log-softmax of the scores, noise included. A row that is not finite gets NaN and the first
-    `count` columns. `columns` and `masks` are as returned by `adjusted`.
+    Log-probabilities are the log-softmax of the scores, noise included. For a row with NaN or an infinite total, they
+    are NaN, and the columns are 0 to `count - 1`. `columns` and `masks` are as returned by `adjusted`.
     """
     draws, least = told(columns, [draw])
     if columns.shards is None:
         return sampler.likeliest(columns.values, draws, least, count, masks)
     found = ShardBest(*sampler.found(columns.values, draws, least, count))
     merged = top_of_all(columns, columns.shards, found, count)
-    # A total of +-inf becomes NaN, so the whole row does.
+    # A total of +-inf becomes NaN, and so the whole row becomes NaN.
     likely = (merged.values - merged.total.masked_fill(merged.total.isinf(), float("nan"))).to(found.values.dtype)
     return likely, first_of_nan(likely, merged.columns)
 
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Log-probabilities after T rows: `chosen` `[T]` of one given token, `values` `[T, 20]` of the likeliest tokens
-    `ids` `[T, 20]` (fewer columns if the vocabulary is smaller).
+    """Log-probabilities after T rows: `chosen` `[T]` is that of a given token, `values` `[T, 20]` are those of the
+    likeliest tokens `ids` `[T, 20]` (fewer columns if the vocabulary is smaller).
     """
 
     chosen: Tensor
@@ -94,7 +96,9 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """`logprobs` of q given tokens, and their `ranks` `[q]`: how many tokens are as likely or more, itself included."""
+    """`logprobs` of q given tokens, and their `ranks` `[q]`: the number of tokens that are at least as likely as the
+    given token, itself included.
+    """
 
     logprobs: Logprobs
     ranks: Tensor
@@ -110,16 +114,16 @@ def logprobs(columns: ShardedLogits, rows: Tensor, tokens: Tensor, sampler: Samp
     if shards is None:
         return Logprobs((own - total)[:, 0], values - total, columns_)
     merged = top_of_all(columns, shards, ShardBest(values, columns_, total, own), count)
-    # Every shard sent a logit for the token; only that of the shard that holds it, token // v, counts.
+    # Every shard sent a logit for the token; only the logit of the shard that holds the token, token // v, is right.
     made = merged.others.gather(0, (tokens // columns.values.shape[1])[None, :, None])[0]
     dtype = total.dtype
     return Logprobs((made - merged.total)[:, 0].to(dtype), (merged.values - merged.total).to(dtype), merged.columns)
 
 
 def _asked(columns: ShardedLogits, asked: Tensor, count: int, sampler: Sampler) -> list[tuple[Tensor, ...]]:
-    """Return, block by block, the fields of `ShardBest` for the given rows; the last is the logit of one token per row.
+    """Return, block by block, the fields of `ShardBest`; the last field is the logit of one given token per row.
 
-    `asked` `[2, T']` are row numbers and tokens. If another shard holds a token, its logit here is arbitrary.
+    `asked` `[2, T']` are row numbers and tokens. If another shard holds a token, the token's logit here is arbitrary.
     """
     width, dtype = columns.values.shape[1], at_least_float32(columns.values.dtype)
     rows, local = asked[0], (asked[1] - columns.start).clamp_(0, width - 1)
@@ -131,13 +135,13 @@ def _asked(columns: ShardedLogits, asked: Tensor, count: int, sampler: Sampler) 
 
 
 def scores(columns: ShardedLogits, tokens: Tensor, sampler: Sampler = TORCH) -> Scores:
-    """Return log-probabilities and ranks of `tokens` `[q]`, one after each own row, by the logits alone."""
+    """Return log-probabilities and ranks of `tokens` `[q]`, one after each own row, by unadjusted logits."""
     rows = torch.arange(tokens.shape[0], device=tokens.device)
     return Scores(logprobs(columns, rows, tokens, sampler), ranks(columns, tokens))
 
 
 def ranks(columns: ShardedLogits, tokens: Tensor) -> Tensor:
-    """Return `[q]`: how many tokens are at least as likely as that of `tokens` `[q]` after each own row."""
+    """Return `[q]`: after own row i, the number of tokens that are at least as likely as `tokens[i]`."""
     values, shards = columns.values, columns.shards
     if shards is None:
         return _at_least(values, values.gather(1, tokens[:, None]))[:, 0]

@@ -18,9 +18,9 @@ WORDS = 6
 class SamplingInputs:
     """Sampling inputs of R requests with `each` rows of logits per request.
 
-    `noise` covers m positions of each request; None: no request of the step samples. Row i of request r has the noise
-    number `which[r, i]` (`which` is `[R, each]`). `which` None: row i has noise number i, or all rows share the only
-    one. `adjust` applies penalties and grammars; None: no request of the step has any.
+    `noise` covers m positions of each request; it is None if no request of the step samples. Row i of request r has
+    the noise number `which[r, i]` (`which` is `[R, each]`). If `which` is None, row i has noise number i; if m is 1,
+    all rows have number 0. `adjust` applies penalties and grammars; it is None if no request of the step has any.
     """
 
     each: int
@@ -57,7 +57,7 @@ class SamplingInputs:
 
 @dataclass(frozen=True, slots=True)
 class PhaseSampling:
-    """Sampling inputs of requests for a whole step; `noise` covers all positions that their next tokens may have."""
+    """Sampling inputs of requests for a whole step; `noise` covers all positions at which the step may need tokens."""
 
     sampling: SamplingBatch
     noise: Noise | None
@@ -72,7 +72,7 @@ class PhaseSampling:
     def at(self, position: int, each: int = 1, path: Tensor | None = None) -> SamplingInputs:
         """Return the inputs of `each` rows per request that all sample the token at noise number `position`.
 
-        `path` `[R, each, D]` are the tokens before it that are not committed yet; only penalties and grammars need it.
+        `path` `[R, each, D]` are the uncommitted tokens before that token; only penalties and grammars need them.
         """
         noise = None if self.noise is None else self.noise.at(position)
         return SamplingInputs(each, self.sampling, noise, None, self._after(path))
@@ -107,7 +107,7 @@ def words_of(draws: Sequence[SamplingInputs]) -> Tensor:
 
 def checksum(draws: Sequence[SamplingInputs], real: Sequence[Tensor]) -> Tensor:
     """Return a checksum `[1]` of the sampling inputs, which ranks compare. `real` has one mask `[R]` per entry of
-    `draws`: False for idle requests, which share cells of the tables that may differ between ranks.
+    `draws`: False for idle requests, because they share table cells whose content may differ between ranks.
     """
     rows = torch.cat([draw.by_row(some) for draw, some in zip(draws, real, strict=True)])
     words = words_of(draws).mul_(rows[:, None]).view(-1)
@@ -117,9 +117,8 @@ def checksum(draws: Sequence[SamplingInputs], real: Sequence[Tensor]) -> Tensor:
 
 
 def draw_of(words: Tensor, like: SamplingInputs) -> SamplingInputs:
-    """Inverse of `words_of`: return the rows as requests of one row each; dtypes, token hashes and flags are `like`'s.
-
-    Seeds are zero, as the keys already contain them.
+    """Inverse of `words_of`: return the rows as requests with one row each; dtypes, token hashes and flags are those of
+    `like`. Seeds are zero, as the keys already contain them.
     """
     assert like.noise is not None, "nobody samples"
     sampling, noise = like.sampling, like.noise

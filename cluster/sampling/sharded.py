@@ -1,8 +1,12 @@
 """Choosing tokens where the head is sharded over ranks: a few numbers per row travel instead of logits.
 
-Each shard scores its own columns. Per row, shards exchange: the sampling inputs, if rows of other groups are scored too
-(`spread`); histograms for the filters' threshold, if there are filters (`highest`, `add`); the best columns that each
-shard found (`compare`). All shards get the same numbers and compute the same from them, so all make the same choice.
+Each shard scores its own columns. For each row, shards exchange:
+
+- the sampling inputs, if rows of other groups are scored too (`spread`);
+- histograms for the filters' threshold, if there are filters (`highest`, `add`);
+- the best columns that each shard found (`compare`).
+
+All shards get the same numbers and compute the same from them, so all make the same choice.
 
 Legend: n shards, v columns of each, T own rows, T' rows scored, k candidates of a shard.
 """
@@ -43,9 +47,9 @@ class ShardedHead(NamedTuple):
     wide: bool
 
     def choosing(self, mode: SamplingMode, told: int) -> list[tuple[str, int]]:
-        """Return the calls of `Shards` that choose tokens, and their widths; a shard sends `told` numbers per row.
+        """Return the calls of `Shards` that choose tokens, as (name, numbers per row); a shard sends `told`.
 
-        If logits are adjusted, all logits are sent: only a row's own group has its penalties and grammar.
+        If logits are adjusted, all logits are sent, because only a row's own group has the row's penalties and grammar.
         """
         if mode.adjusts:
             return [("compare", self.columns)]
@@ -58,7 +62,7 @@ class ShardedHead(NamedTuple):
         return [*calls, ("compare", told)]
 
     def asking(self, top: int) -> list[tuple[str, int]]:
-        """Return the calls that give log-probabilities of one token and of the `top` likeliest."""
+        """Return the calls that give the log-probabilities of one token per row and of the `top` likeliest tokens."""
         asked = [("spread", ASKED)] if self.wide else []
         return [*asked, ("compare", proposed(top, self.columns) + 1)]
 
@@ -105,7 +109,8 @@ class ShardedRows:
     def _found(self, spare: Tensor, weights: Callable[[slice], Tensor | None]) -> Tensor:
         """Return the largest logit of each row so that the weight of all logits below it is at most `spare`.
 
-        Each round sums one histogram over the blocks and shards; `weights` None: each logit weighs 1.
+        Each round sums one histogram over blocks and shards. `weights` returns the weights of a block, or None if each
+        logit weighs 1.
         """
 
         def part(block: slice, place: Digit) -> Tensor:
@@ -142,7 +147,7 @@ def told(columns: ShardedLogits, draws: Sequence[SamplingInputs]) -> tuple[Seque
 
 
 def best_of_all(columns: ShardedLogits, shards: Shards, chosen: Tensor, score: Tensor) -> tuple[Tensor, Tensor]:
-    """Return own rows' best column and its score, `[T]` each, from the best of each shard, `chosen` and `score` `[T']`.
+    """Return the best column of own rows and its score, `[T]` each. `chosen` and `score` `[T']` are this shard's best.
 
     As within a shard, the lowest column wins a tie, and NaN counts as highest.
     """
@@ -152,7 +157,9 @@ def best_of_all(columns: ShardedLogits, shards: Shards, chosen: Tensor, score: T
 
 
 def whole(columns: ShardedLogits) -> ShardedLogits:
-    """Return all columns of own rows: `columns` as they are if the rank has all, else gathered, in float32 at least."""
+    """Return all columns of own rows. If the rank has all, they are `columns`; else they are gathered, in float32 at
+    least.
+    """
     if columns.shards is None:
         return columns
     every = columns.shards.compare(columns.values.double())  # `compare` takes float64; the way there and back is exact
@@ -172,7 +179,9 @@ class ShardBest(NamedTuple):
 
 
 class MergedBest(NamedTuple):
-    """The same over all shards, of own rows, in float64; `others` `[n, T, 1]` are the further numbers of each shard."""
+    """The best scores of own rows over all shards, in float64, with fields as in `ShardBest`; `others` `[n, T, 1]` are
+    each shard's `other`.
+    """
 
     values: Tensor
     columns: Tensor
@@ -181,9 +190,9 @@ class MergedBest(NamedTuple):
 
 
 def top_of_all(columns: ShardedLogits, shards: Shards, found: ShardBest, count: int) -> MergedBest:
-    """Return the `count` best of all shards, from what each of them found. The lowest column wins a tie."""
-    # Candidates of each shard by column, shards by rank: so all candidates are in order of columns, and the stable sort
-    # below keeps that order among ties.
+    """Return the `count` best of all shards; `found` is this shard's best. The lowest column wins a tie."""
+    # Sort this shard's candidates by column. Shards follow in order of rank, so all candidates are in order of columns,
+    # and the stable sort below keeps that order among ties.
     at, order = found.columns.sort(1)
     numbers = [found.values.gather(1, order), at + columns.start, found.total]
     numbers += [] if found.other is None else [found.other]

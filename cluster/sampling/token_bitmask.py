@@ -16,8 +16,9 @@ from cluster.sampling.noise import at_least_float32
 from cluster.sampling.penalties import BANNED
 
 BARRED = 1000 * BANNED
-"""Added to the logit of a token that the grammar does not allow. Lower than any banned token, so that the grammar
-prevails: a token can be banned several times, and a repetition penalty of at most 100 multiplies that.
+"""Added to the logit of a token that the grammar does not allow. It is lower than the logit of any banned token, so
+that the grammar prevails over bans: several bans of a token add up, and a repetition penalty multiplies them by up to
+100.
 """
 WORD = 32  # tokens per word of a mask
 
@@ -29,7 +30,7 @@ def barred(logits: Tensor, masks: Tensor, ids: Tensor | None) -> Tensor:
     """Return logits `[T, v]`, in float32 at least, with `BARRED` added where `masks` has a 0. Reference implementation.
 
     `masks` `[T, words]` int32 has one bit per token id. A mask of zeros allows nothing and makes its row NaN. `ids`
-    `[v]` are the token ids of the columns; None: the ids from 0 on.
+    `[v]` are the token ids of the columns. If `ids` is None, column i is token id i.
     """
     wide, octets = logits.to(at_least_float32(logits.dtype)), masks.view(torch.uint8)
     bars = (

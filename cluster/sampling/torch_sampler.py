@@ -26,10 +26,10 @@ below all kept ones, and their probability is too small to matter to a draft. Th
 class Sampler(Protocol):
     """Finds the best columns of rows of logits `values` `[T, v]`, by scores in float32 at least.
 
-    `draws` are the sampling inputs of the T rows, in order; without them the scores are the logits. `least` `[T, 1]`
-    are the lowest tempered logits that filters keep, given if this rank cannot compute them alone. `masks` are token
-    bitmasks of grammars, int32 `[T, words]` with a bit for each column: the result is the same as for logits to which
-    `barred` applied them. With masks, no request has filters.
+    `draws` are the sampling inputs of the T rows, in order; if `draws` is empty, the scores are the logits. `least`
+    `[T, 1]` are the lowest tempered logits that filters keep; it is given only if this rank cannot compute them alone.
+    `masks` are token bitmasks of grammars, int32 `[T, words]` with a bit for each column: the result is the same as for
+    logits to which `barred` applied the masks. Masks are given only if no request has filters.
     """
 
     def noise(self, seeds: Tensor, first: Tensor, count: int, hashes: Tensor, dtype: torch.dtype) -> Noise:
@@ -43,8 +43,8 @@ class Sampler(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Return the column of the highest score, and that score, `[T]` each.
 
-        NaN and +inf count as highest, so the one score tells whether any logit of the row was NaN or +inf. The lowest
-        column wins a tie.
+        NaN and +inf count as highest, so the returned score tells whether any logit of the row was NaN or +inf. The
+        lowest column wins a tie.
         """
         ...
 
@@ -56,8 +56,9 @@ class Sampler(Protocol):
         count: int,
         masks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the log-softmax of the scores for the `count` best, and their columns, `[T, count]` each. A row that
-        is not finite gets NaN and the first columns.
+        """Return the log-softmax of the scores for the `count` best columns, and these columns, `[T, count]` each.
+
+        For a row whose log-softmax is NaN, the columns are 0 to `count - 1`.
         """
         ...
 
@@ -67,7 +68,8 @@ class Sampler(Protocol):
         """Return the `count` best scores and their columns, `[T, count]` each, and the log-sum-exp over the v columns,
         `[T, 1]`. For a shard of a vocabulary: shards merge these into log-probabilities.
 
-        Without draws, the lower column comes first in a tie, and the bits of a row do not depend on the number of rows.
+        If `draws` is empty, the lower column comes first in a tie, and the bits of a row do not depend on the number of
+        rows.
         """
         ...
 
@@ -121,8 +123,8 @@ def scored(
 ) -> Tensor:
     """Return the scores `[R, n, v]`, which the chosen token maximises: filtered, tempered logits plus noise.
 
-    `which` as in `SamplingInputs`. `least` `[R, n, 1]` are the filters' thresholds; None: they are computed here, which
-    needs all columns of a row.
+    `which` is as in `SamplingInputs`. `least` `[R, n, 1]` are the filters' thresholds. If `least` is None, they are
+    computed here, which needs all columns of a row.
     """
     made = noise.values(which)
     # score = logit / temperature - FAR [if filtered out] + noise_scale * noise; greedy rows have scale 0.
@@ -165,13 +167,13 @@ def best_and_total(wide: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def best_in_order(wide: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the same for rows `[T, v]`, with ties in order of columns, and bits that do not depend on T."""
+    """As `best_and_total` for rows `[T, v]`, but ties are in order of columns, and a row's bits do not depend on T."""
     size, device = wide.shape[1], wide.device
     twice = wide if wide.shape[0] > 1 else torch.cat([wide, wide])  # torch sums a single row in another order
     top, columns, total = best_and_total(twice, count)
     top, columns, total = (each[: wide.shape[0]] for each in (top, columns, total))
-    # Which of several values equal to the last one `topk` took is undefined. Replace them by the lowest such columns,
-    # as `size - column` of them, sorted; the first of them comes after all that are greater.
+    # If several columns have the value of the last one in `top`, it is undefined which of them `topk` took. Take the
+    # lowest of them instead: the greatest `size - column`. The first of them comes after all columns of greater value.
     at_cut, every = top == top[:, -1:], torch.arange(size, device=device)
     lowest = torch.where(wide == top[:, -1:], size - every, 0).topk(top.shape[1], -1).values
     place = (every[: top.shape[1]] - at_cut.logical_not().sum(1, keepdim=True)).clamp_(min=0)
@@ -188,7 +190,7 @@ def joined(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
 
 
 def first_of_nan(likely: Tensor, columns: Tensor) -> Tensor:
-    """Return `columns`, with 0, 1, 2, .. where `likely` is NaN: there the result of a sort is undefined."""
+    """Return `columns`, but 0, 1, 2, .. where `likely` is NaN, because the columns of NaN are undefined."""
     return torch.where(likely == likely, columns, _first(likely.shape[-1], likely.device))
 
 
@@ -198,7 +200,7 @@ def _first(count: int, device: torch.device) -> Tensor:
 
 
 def least_of(values: Tensor, draw: SamplingInputs) -> Tensor | None:
-    """Return the filters' thresholds `[R n, 1]` for logits `values` `[R n, v]`; None: no request has filters."""
+    """Return the filters' thresholds `[R n, 1]` for logits `values` `[R n, v]`; None if no request has filters."""
     if not draw.sampling.filtered:
         return None
     parts, width = [], values.shape[1]

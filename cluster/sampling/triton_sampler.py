@@ -100,7 +100,7 @@ def _drawn(values: Tensor, draws: Sequence[SamplingInputs], least: Tensor | None
     """Return (inverse temperature, noise scale, noise key) of each row, the token hashes, and the filters' thresholds.
 
     Raises:
-        ValueError: noise or `draws` do not fit the columns or rows of `values`, which a kernel would not notice.
+        ValueError: noise or `draws` do not fit the columns or rows of `values`. The kernels do not check this.
     """
     noise, start = draws[0].noise, 0
     assert noise is not None, "all requests share a mode"
@@ -122,7 +122,9 @@ def _drawn(values: Tensor, draws: Sequence[SamplingInputs], least: Tensor | None
 
 
 def least_kept(values: Tensor, draw: SamplingInputs) -> Tensor:
-    """Return thresholds `[R n, 1]` for logits `values` `[R n, v]`; they keep the tokens of `filters.least_kept`."""
+    """Return the filters' thresholds `[R n, 1]` for logits `values` `[R n, v]`. They keep the same tokens as those of
+    `filters.least_kept`.
+    """
     sampling, wide, (rows, size) = draw.sampling, at_least_float32(values.dtype), values.shape
     least = values.new_empty(rows, 1, dtype=wide)
     given = (sampling.inverse_temperature, sampling.top_k, sampling.top_p, sampling.min_p.log())

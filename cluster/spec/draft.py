@@ -1,8 +1,8 @@
 """Draft: S - 1 forwards of R K rows grow a tree from the proposals that the last extend left.
 
-To attention, the K rows of a level are K rows of *one* request: its prefix is read once, and a mask lets every row see
-only its own ancestors in the window. A draft row at position p reads the token at p + 1 (the EAGLE shift), so the rows
-of level l, whose tokens are at seq_len + l, are at position seq_len + l - 1.
+To attention, the K rows of a level are K rows of *one* request: the request's prefix is read once, and a mask lets
+every row see only its own ancestors in the window. A draft row at position p reads the token at p + 1 (the EAGLE
+shift). So the rows of level l, whose tokens are at seq_len + l, are at position seq_len + l - 1.
 
 Legend: R requests, K topk, S depth, N tree nodes, H draft width, Vd draft vocabulary.
 """
@@ -39,8 +39,8 @@ class Draft(Protocol):
     ) -> EagleDraftInput:
         """Run the committed rows through the draft; return what the B requests carry to the next step.
 
-        `features` are the target's hidden states `[T, Ht]` of all T rows, `draw` says how each request samples the
-        token after its bonus.
+        `features` are the target's hidden states `[T, Ht]` of all T rows. `draw` are the sampling inputs of the token
+        after each request's bonus.
         """
         ...
 
@@ -55,7 +55,7 @@ class NoDraft:
     def extend(
         self, batch: Batch, accepted: Accepted, features: list[Tensor], draw: SamplingInputs, shape: TreeShape
     ) -> EagleDraftInput:
-        """Carry the bonus only; the other carriers are empty or zero."""
+        """Carry the bonus only; the other fields are empty or zero."""
         bonus = accepted.bonus
         nothing = bonus.new_zeros(bonus.shape[0], 1)
         empty = features[0].new_zeros(bonus.shape[0], 0)
@@ -65,8 +65,8 @@ class NoDraft:
 class EagleDraft:
     """A draft of one runner (EAGLE-1 to 3, one MTP layer), run S - 1 times to draft and once to extend.
 
-    S and N may change from step to step (the tier of the plan). K may not, because carriers hold K proposals. The
-    runner has its own KV pool, but uses the same slot numbers as the target.
+    The plan of a step chooses S and N. K is fixed, because an `EagleDraftInput` holds K proposals. The runner has its
+    own KV pool, but uses the same slot numbers as the target.
     """
 
     def __init__(self, runner: DraftRunner, ranking: Ranking, sprout: Sprout = TorchGrowth) -> None:
@@ -82,15 +82,15 @@ class EagleDraft:
         return grow(carried, drawing, shape, self._ranking, levels, self._sprout)
 
     def _chain(self, batch: Batch, carried: EagleDraftInput, drawing: PhaseSampling, shape: TreeShape) -> DraftTree:
-        """Return the trees of topk 1: every level has one row, which sees all rows before it. Same result as `grow`,
-        but faster, as nothing has to be ranked across levels.
+        """Return the trees of topk 1: every level has one row, which sees all rows before it. `grow` would return the
+        same more slowly, because it ranks candidates across levels.
         """
         tokens, hidden = carried.topk_index, carried.hidden[:, None]
         path = [carried.bonus[:, None], tokens]
         for level in range(1, shape.num_steps):
             bits = line_bits(1, level, tokens.device)
             columns, hidden = run_level(self._runner, batch, level, tokens, hidden, bits)
-            # Penalties and grammars need the drafted tokens of the path, the bonus not among them.
+            # Penalties and grammars need the drafted tokens of the path, without the bonus.
             so_far = None if drawing.adjust is None else torch.cat(path[1:], 1)[:, None]
             _, proposed = self._ranking.propose(columns, drawing.at(level, 1, so_far))
             # `[R, 1, 1]` -> `[R, 1]`: the one proposal is the next level's row.
@@ -102,8 +102,8 @@ class EagleDraft:
         self, batch: Batch, accepted: Accepted, features: list[Tensor], draw: SamplingInputs, shape: TreeShape
     ) -> EagleDraftInput:
         """Run the committed rows through the draft; see `Draft.extend`."""
-        # `fuse_aux` maps the target's hidden `[T, A]` to the draft's `[T, H]`, once. While drafting, the draft feeds on
-        # its own recurrent hidden.
+        # Here `fuse_aux` maps the target's hidden `[T, A]` to the draft's `[T, H]`. In the draft phase, the draft reads
+        # its own recurrent hidden instead.
         given = extend_input(batch, accepted, features, shape, self._runner.model.spec)
         fused = self._runner.fuse_aux(given.hidden)
         normed, recurrent = self._runner.forward(given.token_ids, given.positions, fused, extend_seen(batch, shape))
@@ -112,11 +112,11 @@ class EagleDraft:
 
 
 class _Again:
-    """`Levels` by one runner, whose input is the recurrent hidden that it gave at the level before."""
+    """`Levels` by one runner, which reads the recurrent hidden that it returned at the level before."""
 
     def __init__(self, runner: DraftRunner, batch: Batch, carried: EagleDraftInput, shape: TreeShape) -> None:
         self._runner, self._batch, self._ancestry = runner, batch, Ancestry(carried, shape)
-        # All K rows of level 1 follow the root, so they start from the one hidden that the request carries.
+        # All K rows of level 1 follow the root, so all start from the hidden that the request carries.
         self._hidden = carried.hidden[:, None].expand(*carried.topk_index.shape, -1)
 
     def run(self, level: int, tokens: Tensor, parent: Tensor | None) -> ShardedLogits:
@@ -129,7 +129,8 @@ class _Again:
 def run_level(
     runner: DraftRunner, batch: Batch, level: int, tokens: Tensor, hidden: Tensor, bits: Tensor
 ) -> tuple[ShardedLogits, Tensor]:
-    """Run one level of K rows per request: `tokens` `[R, K]`, `hidden` `[R, K, H]` -> their logits, the next hidden.
+    """Run one level of K rows per request, `tokens` `[R, K]` with `hidden` `[R, K, H]`; return the rows' logits and
+    recurrent hidden.
 
     `bits` `[R or 1, K, ceil(level K / 32)]` is the ancestor mask: bit j says whether a row sees window slot j.
     """

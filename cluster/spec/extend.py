@@ -1,7 +1,7 @@
 """Extend: the inputs of the draft's forward over the tokens that were just committed.
 
-Each request brings S + 1 rows, one for each place of the accepted path (not N, one for each node), then come the c
-prompt rows. They carry the target's true hidden states; drafting used the draft's own approximations.
+Each decoding request has S + 1 rows, one for each place of the accepted path (not N, one for each node). The c prompt
+rows follow. All rows carry the target's true hidden states; drafting used the draft's own approximations.
 """
 
 import torch
@@ -39,8 +39,8 @@ def extend_input(
 
 
 def extend_seen(batch: Batch, shape: TreeShape) -> AttentionMetadata:
-    """Return the attention metadata of these rows: each request's S + 1 rows are a causal chain after its committed
-    tokens, and prompt chunks are as in the target's forward.
+    """Return the attention metadata of the rows of `extend_input`: each decoding request's S + 1 rows are a causal
+    chain after its committed tokens, and prompt chunks are as in the target's forward.
     """
     width = shape.num_steps + 1
     write = with_prompts(batch.window[:, :width].reshape(-1), batch.prompt.write)

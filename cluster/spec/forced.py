@@ -1,4 +1,4 @@
-"""Tree nodes for tokens that a grammar forces: where it leaves no choice of text, no draft forward is needed.
+"""Tree nodes for tokens that a grammar forces: where a grammar allows only one text, no draft forward is needed.
 
 Legend: R requests, N nodes of the drafted trees, F nodes reserved for forced tokens.
 """
@@ -14,10 +14,11 @@ from cluster.spec.tree import DraftTree, ancestors_of
 
 
 def forced_into(tree: DraftTree, shape: TreeShape, adjust: LogitsProcessor) -> DraftTree:
-    """Return trees `[R, N + F]`: the drafted trees `[R, N]`, and up to F forced nodes in each; the rest is padding.
+    """Return trees `[R, N + F]`: each drafted tree `[N]`, then up to F forced nodes, then padding.
 
-    Forced tokens are added after the deepest nodes first. A text can be cut into tokens in several ways, and on the way
-    to a deep node the draft has cut it as the target would. After the root, forced tokens are mostly drafted already.
+    Forced tokens are added after the deepest nodes first. A text can be cut into tokens in several ways; on the way to
+    a deep node, the draft has cut the text as the target probably will. The tokens that are forced after the root are
+    mostly drafted already.
     """
     if adjust.grammars is None:
         return tree

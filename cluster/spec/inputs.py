@@ -41,9 +41,10 @@ class EagleDraftInput:
     def create_idle_input(
         cls, draft: DraftSpec | None, topk: int, compute: torch.dtype, device: torch.device, requests: int = 0
     ) -> Self:
-        """Return zeroed carriers of `requests` requests with the real trailing widths; 0 requests: an idle rank.
+        """Return initial carriers of `requests` requests (0 for an idle rank), with the same widths as real ones.
 
-        The K proposals of a request differ, as real ones do, so that the target accepts at most one of them.
+        They are zeros, except that the K proposals of a request are different tokens, as real proposals are. So the
+        target accepts at most one of them.
         """
         dtype = cls.dtype_for(compute)
         return cls(
@@ -70,8 +71,8 @@ class EagleDraftInput:
 class EagleDraftExtendInput:
     """The T rows of one extend: S + 1 per decoding request, then the prompt rows.
 
-    `hidden` `[T, A]` is the target's (aux) hidden of each row, `token_ids` `[T]` the token after it, `positions` `[T]`
-    its position. `select` `[B]` are the rows whose output proposes the next tokens.
+    For each row, `hidden` `[T, A]` is the target's (aux) hidden, `token_ids` `[T]` is the token after the row, and
+    `positions` `[T]` is the row's position. `select` `[B]` are the rows whose output proposes the next tokens.
     """
 
     hidden: Tensor
@@ -81,7 +82,7 @@ class EagleDraftExtendInput:
 
     @staticmethod
     def hidden_size_for(draft: DraftSpec | None) -> int:
-        """Return A: `num_aux * target_hidden` with aux hidden states, else the target's width; 0 without a draft."""
+        """Return A, `num_aux * target_hidden` (`num_aux` is 1 if the draft reads no aux states); 0 without a draft."""
         return 0 if draft is None else draft.fc_in
 
     @staticmethod

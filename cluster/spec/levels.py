@@ -21,8 +21,10 @@ class Levels(Protocol):
     """Runs the levels of a step's trees, one after another."""
 
     def run(self, level: int, tokens: Tensor, parent: Tensor | None) -> ShardedLogits:
-        """Run the rows of `level` (1 is the first): `tokens` `[R, K]`, each a child of row `parent` `[R, K]` of the
-        level before (None: of the root). Return the logits of the R K rows.
+        """Run the rows of `level`, `tokens` `[R, K]`; return the logits of the R K rows.
+
+        `parent` `[R, K]` is the index of each row's parent in the level before. In level 1, the first, it is None: the
+        parent is the root.
         """
         ...
 
@@ -32,7 +34,7 @@ def grow(
 ) -> DraftTree:
     """Return EAGLE-2's dynamic trees (arXiv 2406.16858): each level keeps the K best candidates by cumulative score.
 
-    At the end, the root and the N - 1 best candidates of all levels make the tree.
+    The tree is the root and the N - 1 best candidates of all levels.
     """
     # The carried proposals are the K rows of level 1.
     grown = sprout(carried.topk_index, carried.topk_logprobs, shape.num_steps)
@@ -60,8 +62,8 @@ class Ancestry:
         self._bits: Tensor | None = None
 
     def descend(self, level: int, parent: Tensor | None) -> Tensor:
-        """Return the bits `[R, K, words]` of the rows of `level` over the `level` K window slots so far; each row is a
-        child of row `parent` of the level before.
+        """Return the bits `[R, K, words]` of the rows of `level` over the `level` K window slots so far. `parent` is as
+        in `Levels.run`.
         """
         # bits(row) = bits(parent) | own slot, (level - 1) K + row.
         own = own_bits((level - 1) * self._k, self._k, self._width, self._device)
@@ -73,5 +75,5 @@ class Ancestry:
 
 
 def after(rows: Tensor, parent: Tensor | None) -> Tensor:
-    """Return each row's parent entry of `rows` `[R, K, ..]` of the level before; `parent` None: `rows` as they are."""
+    """Return for each row the entry of its parent in `rows` `[R, K, ..]`; if `parent` is None, return `rows`."""
     return rows if parent is None else rows.gather(1, parent[..., None].expand_as(rows))

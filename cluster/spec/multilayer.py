@@ -1,12 +1,13 @@
 """A draft of several layers, each a runner of its own: runner i drafts level i (MTP; upstream: SGLang #22954).
 
 The label of a row is its position. Runner i's row at label q reads the embedding of token q + 1, and the hidden that
-runner i - 1 passed on at label q - 1. If the format is `chained`, a runner passes on its output; else it passes on its
-input, so that runner i reads the target's hidden at q - i.
+runner i - 1 passed on at label q - 1. If the format is `chained`, a runner passes on its output. Otherwise it passes on
+its input, so that runner i reads the target's hidden at q - i.
 
-In training, this row of layer i has position q - i. Here it is shifted by i, so that all runners read the same token at
-the same label and share slots. Hence runner i has no rows at labels below i, and masks them. The hidden that a runner
-passes on is kept by slot beside its pool; chunked prefill, cached prefixes and retraction need no other state.
+In training, the row of layer i that reads token q + 1 has position q - i. Here its position is q, so that all runners
+read the same token at the same label and share slots. Hence runner i has no rows at labels below i, and attention masks
+these labels. The hidden that a runner passes on is kept by slot, in a buffer beside the runner's pool. Chunked prefill,
+cached prefixes and retraction need no other state.
 
 Legend: R requests, K topk, S depth, H draft width, T rows.
 """
@@ -34,14 +35,16 @@ from cluster.spec.verify import Accepted
 
 
 def kept_bytes(runners: int, hidden: int, dtype: torch.dtype) -> int:
-    """Return the bytes per token that `runners` runners keep beside their pools."""
+    """Return the bytes per token that `runners` runners keep beside their pools; a single runner keeps nothing."""
     return runners * hidden * dtype.itemsize if runners > 1 else 0
 
 
 class MultiLayerDraft:
-    """Drafts with a list of runners. At level l, runner l runs the rows of levels 1 to l, so its own pool has them all.
+    """Drafts with a list of runners. At level l, runner l runs the rows of levels 1 to l, so that its own pool holds
+    the cells of all these rows.
 
-    Runners use the target's slot numbers. Each has its own pool, and a buffer `_gave` `[slots, H]`: what it passed on.
+    Runners use the target's slot numbers. Each runner has its own pool, and a buffer in `_gave`, `[slots, H]`, with the
+    hidden that it passed on.
     """
 
     def __init__(
@@ -102,8 +105,8 @@ class MultiLayerDraft:
         outputs = []
         for i, runner in enumerate(self._runners):
             outputs.append(runner.forward(given.token_ids, given.positions, source, replace(seen, first=i)))
-            # Written before it is read: the row one label earlier is often part of this very forward. The first token
-            # of a request has no such row: zeros.
+            # `_gave` is written before it is read, because the row one label earlier is often part of this forward. The
+            # first token of a request has no row before it, so it reads zeros.
             self._gave[i].index_copy_(0, seen.write, outputs[-1][1] if self._chained else source)
             source = self._gave[i].index_select(0, before).masked_fill_((given.positions == 0)[:, None], 0)
         # Runner 0 proposes the tokens after the bonus; the next draft phase begins with runner 1.
@@ -128,8 +131,8 @@ class _OneEach:
         self._bits.append(self._ancestry.descend(level, parent))
         if parent is not None:
             self._parents.append(parent)
-        # Each row's hidden comes from one label earlier: level 1 from the last committed token (all K rows the same),
-        # level j + 1 from its parent's row in level j.
+        # Each row's hidden comes from one label earlier: for all K rows of level 1, from the last committed token; for
+        # a row of level j + 1, from its parent's row in level j.
         sources = [self._draft.given_at_root(self._batch, level)[:, None].expand(r, k, -1)]
         for j, above in enumerate(self._parents):
             assert self._gave is not None, "the level before gave something"

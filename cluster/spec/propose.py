@@ -25,7 +25,7 @@ class Ranking(Protocol):
     def propose(self, columns: ShardedLogits, draw: SamplingInputs) -> tuple[Tensor, Tensor]:
         """Logits of n rows of each of B requests -> the K best (log-probability, target token id), `[B, n, K]` each.
 
-        `draw` holds the target's noise at the position of the proposals, which all rows share.
+        All rows propose tokens for the same position; `draw` holds the target's noise there.
         """
         ...
 
@@ -38,7 +38,7 @@ class CoupledRanking:
 
     def __init__(self, target_ids: Tensor, topk: int, own_ids: Tensor | None = None, sampler: Sampler = TORCH) -> None:
         """`target_ids` `[Vd]` map the draft vocabulary to target ids. `own_ids` `[v]` are the target ids of this rank's
-        columns; None: the rank has all columns.
+        columns. If `own_ids` is None, the rank has all columns.
         """
         self._target_ids, self._topk, self._sampler = target_ids, topk, sampler
         in_order = torch.equal(target_ids, torch.arange(target_ids.shape[0], device=target_ids.device))

@@ -21,7 +21,9 @@ from cluster.spec.verify import Accepted
 
 @dataclass(frozen=True, slots=True)
 class PhaseTimes:
-    """Times at which the device began each phase of a step, and ended the step; `moments` has one more than `names`."""
+    """The times at which the device began each phase of a step, and at which it ended the step: `moments` has one
+    entry more than `names`.
+    """
 
     timer: Timer
     moments: list[Any]
@@ -48,9 +50,9 @@ class Trees:
         return Trees(torch.cat([tree.tokens, tree.parents, accepted.path], 1), tree.tokens.shape[1])
 
     def read(self, request: int, tokens: list[int], drafted: int) -> StepTree:
-        """Return the tree of decoding request number `request`, in which the step committed `tokens`.
+        """Return the tree of decoding request number `request`, for which the step committed `tokens`.
 
-        The first `drafted` nodes are the root and the draft's; others are forced by a grammar. Padding is left out.
+        The first `drafted` nodes are the root and the draft's; a grammar forced the others. Padding is left out.
         """
         numbers: list[int] = self.packed[request].tolist()
         ids, parents, path = numbers[: self.nodes], numbers[self.nodes : 2 * self.nodes], numbers[2 * self.nodes :]
@@ -69,15 +71,17 @@ class Trees:
 class StepDecisions:
     """The results of a step on the host.
 
-    - `tokens`: S + 1 per request, of which the first `accept_len` are committed. The target's scores are finite for the
-      first `finite` of them.
-    - `first`: the token after each finished prompt. `sound`: whether the hidden of each prompt row is finite, and, at
-      the end of a prompt, also the score of `first`.
-    - `logprobs`: of all T tokens, if requested. `scores`: of the tokens after those prompt rows that are scored.
+    - `tokens`: S + 1 per request, of which the first `accept_len` are committed. The target's scores of the first
+      `finite` tokens are finite.
+    - `first`: the token after each finished prompt. `sound`: whether the hidden of each prompt row is finite; for the
+      last row of a prompt, whether the score of its `first` is finite too.
+    - `logprobs`: those of all T tokens, if a request asked for them.
+    - `scores`: log-probabilities and ranks of prompt tokens, if a request asked for them.
     - `seconds`: the duration of each phase.
-    - `drawn`: a checksum of sampling inputs, where ranks choose together: tokens are equal even if inputs differ.
-    - `trees`: if a request asked for its trees.
-    - `nodes`: the number of nodes of each tree, without root and padding; None if no tree has padding.
+    - `drawn`: a checksum of the sampling inputs if the head is sharded and a request samples, else empty. Ranks compare
+      it, because their tokens are equal even if their inputs differ.
+    - `trees`: the verified trees, if a request asked for them.
+    - `nodes`: the number of nodes of each tree, without root and padding; None if the trees cannot have padding.
     """
 
     tokens: list[list[int]]
@@ -98,8 +102,8 @@ class StepOutput:
     """The results of a step as tensors; see `StepDecisions` for their meaning.
 
     `packed` int64 is the concatenation of `[R, S + 3]` (`tokens`, `accept_len`, `finite`), `first` `[F]`, `sound` `[c]`
-    and `drawn` `[0 or 1]`. With `counted` the first part has one more column, `nodes`. R is `requests`, S + 1 `width`,
-    F `finals`, c `rows`.
+    and `drawn` `[0 or 1]`. If `counted`, the first part has one more column, `nodes`. R is `requests`, S + 1 is
+    `width`, F is `finals`, c is `rows`.
     """
 
     packed: Tensor
@@ -125,7 +129,7 @@ class StepOutput:
     ) -> "StepOutput":
         """Pack the results. `scores` `[R, S + 1]` are those of `accepted.tokens`; `prompts` is (`first`, `sound`)."""
         first, sound = prompts
-        # x - x is 0 for finite x and NaN otherwise; the running product stops counting at the first score that is not.
+        # x - x is 0 for finite x, else NaN. The running product is 0 from the first score that is not finite on.
         finite = (scores - scores == 0).cumprod(1).sum(1, keepdim=True)
         nodes = []
         if tree.padded:  # the root and padding nodes are their own parents; count the others
@@ -183,6 +187,6 @@ class Results:
         self._landing = Landing(tensors)
 
     def read(self) -> StepDecisions:
-        """Wait until the device has run the step, and return its results; steps queued later go on meanwhile."""
+        """Wait until the device has run the step, and return its results. Steps queued behind it run meanwhile."""
         landed = iter(self._landing.wait())
         return self._output.each(lambda _: next(landed)).read()

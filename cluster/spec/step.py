@@ -1,6 +1,8 @@
-"""One step of a rank: draft -> target -> extend. Every step has this shape, whatever its requests are doing.
+"""One step of a rank: draft -> target -> extend. Every step runs these phases, whatever its requests are doing.
 
 carried --draft--> tree --target--> logits, hidden --accept--> path --compact, extend--> carried
+
+`carried` are the tensors that requests carry from step to step (`EagleDraftInput`).
 
 Legend: R decoding requests, c prompt rows, F prompts that finish in this step, B = R + F, S depth, N tree nodes (root
 included), H hidden. Decoding requests come before finished prompts, and tree rows before prompt rows, in every tensor.
@@ -47,8 +49,8 @@ class Step:
         sampler: Sampler,
         accept: Accept,
     ) -> None:
-        """`carried` holds the carriers of every request row; `enter` is called with the name of each phase at its
-        start. `adjusting` are the tables of penalties and grammars, `accept` finds the accepted path.
+        """`carried` has an entry for every request row. `enter` is called with the name of a phase when the phase
+        begins. `adjusting` are the tables of penalties and grammars, `accept` finds the accepted path.
         """
         self._target, self._draft, self.carried, self._sampler = target, draft, carried, sampler
         self._accept = accept
@@ -76,15 +78,17 @@ class Step:
         line = shape.topk == 1 and not shape.forced
         hidden, aux, columns = self._forward(batch, tree, line)
         # A node at depth d chooses the token at position seq_len + 1 + d, so it has the noise number d of its request.
-        # Node i of a chain has depth i, which is the default (None).
+        # In a chain node i has depth i: `which` None says that node i has noise number i.
         which, paths = None if line else tree.depths, tree.paths(s) if own.adjust else None
         draws = own.along(n, s + 1, which, paths), final.at(0)
         chosen, won = choose(columns, draws, self._sampler)
-        # Rows of `chosen`: R N tree nodes, then the F last rows of finished prompts.
+        # `chosen` are tokens and `won` their scores: of R N tree nodes, then of the F last rows of finished prompts.
+        # `first` `[F]` is the first token after each finished prompt; `sound` `[c]` says which prompt rows are finite.
         first, sound = chosen[r * n :], _sound(batch.prompt, hidden[r * n :], won[r * n :])
         accepted = self._accept(tree, chosen[: r * n].view(r, n), first, s)
+        # From here on `won` `[R, S + 1]` are the scores of `accepted.tokens`.
         won = won[: r * n].view(r, n).gather(1, accepted.path)
-        # Move the KV rows of the accepted path to the front of the window. The path of a chain is there already.
+        # Move the KV rows of the accepted path to the front of the window. In a chain they are there already.
         if not line:
             compact(self._target.pool, batch.window, accepted.path)
         moments.append(self._timer.now())
@@ -107,7 +111,8 @@ class Step:
             nodes = torch.arange(r, device=chosen.device)[:, None] * n + accepted.path
             rows = with_prompts(nodes.view(-1), torch.arange(r * n, chosen.shape[0], device=chosen.device))
             asked = logprobs(columns, rows, with_prompts(accepted.tokens.view(-1), first), self._sampler)
-        # Ranks that choose together get equal tokens even if their sampling inputs differ, so these are compared too.
+        # With a sharded head all ranks get the same token even if one rank's sampling inputs are wrong. So a checksum
+        # of the inputs, `drawn` `[1]`, is compared as well, without idle rows. `[0]`: there is nothing to compare.
         drawn = first[:0]
         if drawing.noise is not None and columns.shards is not None:
             real = batch.rows != self._table.idle_row
@@ -119,10 +124,10 @@ class Step:
         return output if scored is None and shown is None else replace(output, scores=scored, trees=shown)
 
     def _drawing(self, batch: Batch, num_steps: int) -> PhaseSampling:
-        """Return how the B requests sample: penalties, filters, and the noise of the positions that this step may fill.
+        """Return the sampling inputs of the B requests: penalties, filters, and the noise of S + 2 positions.
 
-        These are seq_len + 1 to seq_len + S + 2 of a decoding request, and as many from the end of a finished prompt
-        on. The last one is for the proposals of the next step; without a draft it is left out.
+        The positions of a decoding request are seq_len + 1 to seq_len + S + 2; those of a finished prompt begin at the
+        prompt's length. The last position is for the proposals of the next step; without a draft it is left out.
         """
         noise = self._noise(batch, num_steps) if batch.sampling.noisy else None
         return PhaseSampling(batch.sampling, noise, self.adjusting.of(batch.rows, batch.mode))
@@ -135,21 +140,23 @@ class Step:
         # Adjusted logits are gathered to whole rows first; other logits stay this rank's shard of the vocabulary.
         ids = range(vocab) if batch.mode.adjusts else self._ids
         hashes = vocabulary_hashes(len(ids), first.device, ids.start)
-        if len(ids) < vocab:  # only keys, no values: a shard of the draft's vocabulary may hold other tokens
+        if len(ids) < vocab:  # only keys, no values: this rank's shard of the draft's vocabulary may hold other tokens
             return Noise(keys_along(seeds, first, count), hashes, dtype)
         return self._sampler.noise(seeds, first, count, hashes, dtype)
 
     def _scores(self, prompt: PromptBatch, scored: Tensor, hidden: Tensor) -> Scores:
-        """Return log-probabilities and ranks of the tokens after prompt rows `scored` `[q]`; `hidden` is `[c, H]`."""
+        """Return log-probabilities and ranks of the tokens after prompt rows `scored` `[q]`; `hidden` `[c, H]` is that
+        of all prompt rows.
+        """
         columns = self._target.logits(hidden.index_select(0, scored))
         return scores(columns, prompt.next_ids.index_select(0, scored), self._sampler)
 
     def _next(self, drawing: PhaseSampling, accepted: Accepted) -> SamplingInputs:
-        """Return how the token after each bonus is sampled: the draft ranks the next proposals by it."""
+        """Return the sampling inputs of the token after each bonus, by which the draft ranks the next proposals."""
         if not self._drafts:
             return drawing.at(0)
-        # The bonus is at seq_len + accept_len, so the token after it has noise number accept_len; after the first token
-        # of a finished prompt it is number 1.
+        # The bonus is at seq_len + accept_len, so the token after it has noise number accept_len. The token after the
+        # first token of a finished prompt has noise number 1.
         which, finals = accepted.accept_len, accepted.bonus.shape[0] - accepted.accept_len.shape[0]
         return drawing.next(with_prompts(which, which.new_ones(finals)))
 
@@ -159,7 +166,7 @@ class Step:
 
     def _forward(self, batch: Batch, tree: DraftTree, chain: bool) -> tuple[Tensor, list[Tensor], ShardedLogits]:
         """Run the target over tree rows `[R N]` and prompt rows `[c]`; return hidden and aux hidden of all rows, and
-        the logits of the tree rows and of the F last prompt rows. `chain`: node i sees nodes 0 to i.
+        the logits of the tree rows and of the F last prompt rows. If `chain`, node i sees nodes 0 to i.
         """
         r, n, prompt = batch.decodes, tree.tokens.shape[1], batch.prompt
         bits = line_bits(n, n, tree.tokens.device) if chain else packed(tree.ancestors)
@@ -176,7 +183,9 @@ class Step:
 
 
 def _sound(prompt: PromptBatch, hidden: Tensor, won: Tensor) -> Tensor:
-    """Return `[c]`: whether `hidden` `[c, H]` of each prompt row, and `won` `[F]` at ends of prompts, are finite."""
+    """Return `[c]`: whether `hidden` `[c, H]` of each prompt row is finite; for the last row of a finished prompt, also
+    whether the score of its first token, `won` `[F]`, is finite.
+    """
     if not hidden.shape[0]:
         return prompt.token_ids.bool()
     sound = hidden.isfinite().all(-1)

@@ -15,9 +15,9 @@ from torch import Tensor
 from cluster.sampling.noise import at_least_float32
 
 DECAY = 1e-3
-"""Subtracted from the log-probability of each level, so that scores fall strictly along a path. So the parent of a
-candidate among the best N - 1 is among them too, even with ties."""
-FLOOR = -30.0  # log-probabilities are clamped here, which keeps DECAY above float32 rounding at any depth up to 16
+"""Subtracted from the log-probability of each level, so that scores fall strictly along a path. So if a candidate is
+among the best N - 1, its parent is among them too, even with ties."""
+FLOOR = -30.0  # the lowest log-probability used; it keeps DECAY above float32 rounding at any depth up to 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class DraftTree:
     """R trees: `tokens`, `parents`, `depths` `[R, N]`; the root is its own parent. `ancestors` `[R, N, N]`: entry
     (i, j) says whether node j is node i or an ancestor of it.
 
-    Parents come before their children. `padded`: some nodes are padding. Each is its own parent, so it is not below the
-    root, and never on an accepted path.
+    Parents come before their children. If `padded`, some nodes are padding. A padding node is its own parent. So it is
+    not below the root, and never on an accepted path.
     """
 
     tokens: Tensor
@@ -36,7 +36,7 @@ class DraftTree:
     padded: bool = False
 
     def paths(self, deepest: int) -> Tensor:
-        """Return the tokens on the way to each node, `[R, N, deepest]`, the root's left out; -1 beyond the node."""
+        """Return the tokens from below the root to each node (its own included), `[R, N, deepest]`, padded with -1."""
         r, n = self.tokens.shape
         # paths[i, depth(j)] = token(j) for every ancestor-or-self j of node i. All other nodes write to column 0, the
         # root's, which is cut off.
@@ -76,7 +76,8 @@ def depths_of(count: int, topk: int, device: torch.device) -> Tensor:
 def clean(log_probabilities: Tensor) -> Tensor:
     """Return log-probabilities that are safe to add up: NaN and very small ones become FLOOR, and DECAY is subtracted.
 
-    In float32 at least: half precision would round DECAY away, and a tie could then select a child without its parent.
+    The result is at least float32. Half precision would round DECAY away, and a tie could then select a child without
+    its parent.
     """
     wide = log_probabilities.to(at_least_float32(log_probabilities.dtype))
     return wide.nan_to_num(FLOOR, 0.0, FLOOR).clamp(FLOOR, 0.0) - DECAY
@@ -90,11 +91,11 @@ class Growth(Protocol):
         ...
 
     def best(self) -> tuple[Tensor, Tensor]:
-        """Return the K rows of the next level: tokens, and the row of this level that each follows, `[R, K]` each."""
+        """Return the K rows of the next level as (tokens, index of the parent row in this level), each `[R, K]`."""
         ...
 
     def tree(self, bonus: Tensor, nodes: int) -> DraftTree:
-        """Return the trees of the root `bonus` `[R]` and the best `nodes - 1` candidates of all levels."""
+        """Return trees of `nodes` nodes: the root `bonus` `[R]` and the best candidates of all levels."""
         ...
 
 
@@ -106,7 +107,7 @@ class TorchGrowth:
     """`Growth` by torch operators: the reference implementation."""
 
     def __init__(self, tokens: Tensor, likely: Tensor, num_steps: int) -> None:
-        """Start with the K candidates of level 1; `num_steps` is not needed here."""
+        """Start with the K candidates of level 1; `num_steps` is not used."""
         self._number = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         self._tokens, self._score = tokens, clean(likely)
         self._levels = [(tokens, self._score, torch.full_like(tokens, -1))]
@@ -142,8 +143,8 @@ def best_tree(candidates: Candidates, bonus: Tensor, nodes: int) -> DraftTree:
     # Sorted by candidate number, so that parents come before their children.
     chosen = candidates.scores.topk(nodes - 1, dim=1).indices.sort(dim=1).values
     tokens = torch.cat([bonus[:, None], candidates.tokens.gather(1, chosen)], 1)
-    # number[candidate] = node. Column C stands for the root, node 0. Parents of chosen candidates are chosen (DECAY),
-    # so the zeros of other candidates are never read.
+    # number[candidate] = node. Column C stands for the root, node 0. The parent of a chosen candidate is chosen too
+    # (see DECAY), so the zeros of the other candidates are never read.
     number = torch.zeros(r, c + 1, dtype=torch.int64, device=tokens.device)
     number.scatter_(1, chosen, torch.arange(1, nodes, device=tokens.device).expand(r, -1))
     above = candidates.parents.gather(1, chosen)
@@ -166,7 +167,7 @@ def ancestors_of(parents: Tensor, depth: int) -> Tensor:
 
 
 def chain(tokens: Tensor) -> DraftTree:
-    """Return trees of one branch: `tokens` `[R, N]`, root first. Same result as `best_tree` at topk 1, but faster."""
+    """Return trees of one branch: `tokens` `[R, N]`, root first. At topk 1 `best_tree` gives the same, more slowly."""
     r, n = tokens.shape
     parents, depths, lower = _branch(n, tokens.device)
     return DraftTree(tokens, parents.expand(r, n), depths.expand(r, n), lower.expand(r, n, n))

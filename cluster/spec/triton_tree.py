@@ -1,6 +1,7 @@
 """Trees by Triton kernels, for GPUs: one launch for each level, two for the tree, one for its accepted path.
 
-Results must equal those of `TorchGrowth` and `verify.accept`. Of equal scores the first is kept; torch may keep any.
+Results must equal those of `TorchGrowth` and `verify.accept`. Among equal scores these kernels keep the first; torch
+may keep any.
 Legend: R requests, K topk, N nodes, C candidates.
 """
 
@@ -16,7 +17,7 @@ from cluster.spec.tree import DECAY, FLOOR, Candidates, DraftTree, best_tree, de
 from cluster.spec.verify import Accepted
 
 ROWS = 16  # nodes whose ancestors one program finds
-MOST = 1 << 12  # candidates that fit into the registers of one program; torch selects among more
+MOST = 1 << 12  # candidates that fit into the registers of one program; if there are more, torch selects
 
 
 class TritonGrowth:
@@ -80,7 +81,7 @@ class TritonGrowth:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Write the candidates of one level; return tokens, parent rows, scores and candidate numbers of the K best.
 
-        `rows` are these four of the level before; None: this is level 1, whose parent is the root.
+        `rows` are the same four results for the level before. If `rows` is None, this is level 1, below the root.
         """
         r, k = proposed.shape[:2]
         made = (

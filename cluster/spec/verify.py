@@ -34,14 +34,16 @@ Accept = Callable[[DraftTree, Tensor, Tensor, int], Accepted]
 
 
 def accept(tree: DraftTree, chosen: Tensor, first: Tensor, num_steps: int) -> Accepted:
-    """Return the accepted paths, given the target's choice after every node, `chosen` `[R, N]`, and after finished
-    prompts, `first` `[F]`. This is the reference implementation.
+    """Return the accepted paths. The reference implementation.
+
+    `chosen` `[R, N]` is the target's token after every node, `first` `[F]` its token after each finished prompt.
     """
     r, n = chosen.shape
-    # wanted[i] = (choice at parent(i) == token(i)). The root holds a token that is certain already.
+    # wanted[i] = (choice at parent(i) == token(i)). The root holds the bonus token, which is always wanted.
     wanted = chosen.gather(1, tree.parents) == tree.tokens
     wanted[:, 0].fill_(True)
-    # A node is on the path if it and all its ancestors are wanted. Siblings hold different tokens, so at most one is.
+    # A node is on the path if it and all its ancestors are wanted. Siblings hold different tokens, so at most one of
+    # them is wanted.
     on_path = (wanted[:, None] | ~tree.ancestors).all(-1)
     # Padding nodes are not below the root, but could be wanted by accident.
     if tree.padded:
@@ -53,7 +55,7 @@ def accept(tree: DraftTree, chosen: Tensor, first: Tensor, num_steps: int) -> Ac
     nodes = torch.arange(n, device=chosen.device).expand(r, n)
     path.scatter_(1, torch.where(on_path, tree.depths, num_steps + 1), nodes)
     path = path[:, :-1]
-    # The bonus is the choice after the last node of the path; tokens beyond accept_len are not used.
+    # The new bonus is the choice after the last node of the path; tokens beyond accept_len are not used.
     tokens = chosen.gather(1, path)
     last = tokens.gather(1, accept_len[:, None] - 1)[:, 0]
     return Accepted(path, tokens, accept_len, with_prompts(last, first))

@@ -19,8 +19,8 @@ from cluster.kv.pool import KVPool
 
 
 class FlashInferAttention(TritonAttention):
-    """Attention over one runner's pool. Triton alone attends the layers that `shares` exclude, and forwards with a
-    limit `first` (those of later draft runners).
+    """Attention over one runner's pool. Two things are left to Triton alone: layers that `shares` exclude, and forwards
+    with a limit `first` (those of later draft runners).
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class FlashInferAttention(TritonAttention):
         flashinfer: FlashInfer,
         shares: Sequence[Share],
     ) -> None:
-        """Bind to a pool. `shares`: for each layer, what FlashInfer computes. The rest is as in `TorchAttention`."""
+        """Bind to a pool. `shares` says for each layer what FlashInfer computes; the rest is as in `TorchAttention`."""
         assert pool.coded is None, "its FP8 caches have other scales than ours"
         super().__init__(pool, table, heads, sliding_windows, scale, value_dim)
         given = flashinfer, pool.kv, table.page_size, heads, self._scale
@@ -84,6 +84,6 @@ class FlashInferAttention(TritonAttention):
         self._join(None, 0, bad[after:], sinks, self._read(plan, memory, q[after : after + plan.rows], out), out)
 
     def _read(self, plan: WrapperPlan, memory: Tensor, q: Tensor, out: Tensor, until: Tensor | None = None) -> Before:
-        """Run FlashInfer's pass. Its values go to `out`, and `_join` later replaces them there by the merged ones."""
+        """Run FlashInfer's attention. Its values go to `out`; later `_join` replaces them by the merged values."""
         values = out[: plan.rows].view(plan.rows, self._heads, self._value_dim)
         return Before(values, self._plans.reader.run(plan.wrapper, memory, q, values), until)

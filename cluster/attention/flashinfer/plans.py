@@ -31,8 +31,9 @@ KEPT = 16  # plans in a set, unless the current step needs more
 
 
 class ForwardKey(NamedTuple):
-    """A kind of forward. `each`: tree rows per request; 0: prompts, with a sliding `window` as FlashInfer counts it
-    (-1: none). `requests`: the number of requests in a captured program, else 0.
+    """A kind of forward. `each` is the number of tree rows per request, or 0 for prompts. `window` is the sliding
+    window of prompts as FlashInfer counts it, -1 for none. `requests` is the number of requests of a captured program;
+    it is 0 outside captured programs.
     """
 
     each: int
@@ -42,9 +43,10 @@ class ForwardKey(NamedTuple):
 
 @dataclass(slots=True)
 class WrapperPlan:
-    """The plan of a `wrapper` in step `step`: `requests` requests with `rows` rows in all, each with at most `pages`
-    pages. The pages of request i are written to `listed` from `starts[i]` on; the wrapper reads the first `until[i]`
-    tokens. These three are int32 on the device; with `buffers`, they keep their addresses.
+    """The plan of a `wrapper` in step `step`: `requests` requests with `rows` rows in all. A request has at most
+    `pages` pages. The pages of request i are written to `listed` from `starts[i]` on; the wrapper reads its first
+    `until[i]` tokens. `listed`, `starts` and `until` are int32 on the device. If `buffers` is set (captured programs),
+    their addresses never change.
     """
 
     wrapper: Any
@@ -66,19 +68,24 @@ class RunnerPlans:
     def __init__(self, reader: CellReader, table: PageTable) -> None:
         self.reader = reader
         self._table, self._bounds, self._step = table, HostBounds(), 0
+        # Plans by buffer set (`HostBounds.turn`): those of eager steps, and those of captured programs.
         self._sets: tuple[dict[ForwardKey, WrapperPlan], dict[ForwardKey, WrapperPlan]] = ({}, {})
         self._stay: tuple[dict[ForwardKey, WrapperPlan], dict[ForwardKey, WrapperPlan]] = ({}, {})
         self._asked: list[ForwardKey] = []
 
     def begin(self, bounds: HostBounds) -> None:
-        """Begin a step within these bounds: plan what the last step asked for, as this step will probably need it."""
+        """Begin a step within these bounds: plan the kinds of forward that the last step had, as this step probably has
+        them too.
+        """
         self._step, self._bounds = self._step + 1, bounds
         asked, self._asked = self._asked, []
         for key in asked:
             self._planned(key)
 
     def tree(self, tree: TreeRows) -> WrapperPlan | None:
-        """Return the plan that reads a tree's certainly committed tokens; None without such tokens or requests."""
+        """Return the plan that reads a tree's certainly committed tokens. Returns None if there are none, if the bounds
+        do not say how many there are, or if a plan has no room for the rows.
+        """
         requests, each = tree.rows.shape[0], tree.bits.shape[1]
         if not requests or requests != len(self._bounds.least):
             return None
@@ -88,8 +95,8 @@ class RunnerPlans:
         return plan
 
     def text(self, text: PromptRows, window: int) -> WrapperPlan | None:
-        """Return the plan for prompts, in layers with a sliding `window` (0: none); None if the step has no bounds, or
-        in a program that may be captured.
+        """Return the plan for prompts, in layers with a sliding `window` (0: none). Returns None in a program that may
+        be captured, if the bounds have no chunks, or if a plan has no room for the rows.
         """
         plan = None if repeats() else self._asked_for(ForwardKey(0, window - 1))
         if plan is not None:
@@ -122,7 +129,7 @@ class RunnerPlans:
 
     @torch.inference_mode()
     def _repeated(self, key: ForwardKey) -> WrapperPlan | None:
-        """Return the plan of a program that may be captured. It is made in the program's first, eager run."""
+        """Return the plan of a program that may be captured. The plan is made in the program's first, eager run."""
         if not self.reader.fits(key.each * key.requests):
             return None
         held = self._stay[self._bounds.turn]
@@ -137,8 +144,8 @@ class RunnerPlans:
 
     @torch.inference_mode()
     def again(self, key: ForwardKey, turn: int) -> dict[str, Any] | None:
-        """Plan the current step for captured programs; return the launch arguments, or None if the step has another
-        buffer set or another number of requests.
+        """Plan the current step for captured programs with this key and buffer set (`turn`); return the launch
+        arguments. Returns None if the step has another buffer set or another number of requests.
         """
         least = self._bounds.least
         if turn != self._bounds.turn or len(least) != key.requests:
@@ -151,8 +158,8 @@ class RunnerPlans:
     def _plan(self, plan: WrapperPlan, key: ForwardKey, rows: Sequence[int], lens: Sequence[int]) -> None:
         """Plan requests with `rows` rows and `lens` tokens each.
 
-        A length of 0 is planned as 1 token, which `until` = 0 tells the merge to ignore, because not all of
-        FlashInfer's kernels document what they do with empty requests.
+        A length of 0 is planned as 1 token, because not all of FlashInfer's kernels document what they do with empty
+        requests. The merge ignores that token, because `until` is 0.
         """
         device, size = self._table.device_pages.device, self._table.page_size
         pages = [-(-max(1, count) // size) for count in lens]
@@ -183,8 +190,8 @@ class RunnerPlans:
 
 @dataclass(slots=True)
 class Repeated:
-    """A check before each run of a captured program: plan the current step, and return whether its launch arguments
-    equal those of the program's `first` plan.
+    """A check before each run of a captured program: plan the current step, and return whether the launch arguments
+    equal `first`, those of the program's first plan.
     """
 
     plans: RunnerPlans
@@ -193,7 +200,7 @@ class Repeated:
     first: dict[str, Any] | None = field(default=None, compare=False, repr=False)
 
     def __call__(self) -> bool:
-        """Plan the step; return False if the program does not fit it and must run eagerly. See `recorder.ahead`."""
+        """Plan the step; return False if the program does not fit the step and must run eagerly (`recorder.ahead`)."""
         launched = self.plans.again(self.key, self.turn)
         if self.first is None:
             self.first = launched

@@ -16,9 +16,10 @@ WORKSPACE = 384 << 20
 
 class AttentionWork(NamedTuple):
     """Attention of n requests. Request i has rows `rows[i]` to `rows[i + 1] - 1`, and `pages[i + 1] - pages[i]` pages,
-    which are in `listed` (int32, on the device) from `pages[i]` on. Its rows see its first `lens[i]` >= 1 tokens: all
-    of them, or, if `causal`, as the last rows of a prompt, back to `window` tokens before themselves (-1: all).
-    `uniform`, for captured programs: the rows of every request, and the most tokens of a request.
+    which are in `listed` (int32, on the device) from `pages[i]` on. It has `lens[i]` >= 1 tokens, and each of its rows
+    sees all of them. If `causal`, its rows are the last of these tokens instead: each row sees itself and the tokens
+    before it, at most `window` of them (-1: all). `uniform` is set for captured programs only: the number of rows of
+    every request, and the most tokens of a request.
     """
 
     rows: Sequence[int]
@@ -32,8 +33,8 @@ class AttentionWork(NamedTuple):
 
 class GraphBuffers(NamedTuple):
     """Fixed int32 device buffers of a CUDA-graph wrapper, for n requests: row offsets `rows` `[n + 1]`, page offsets
-    `starts` `[n + 1]`, page numbers `listed` (room for all pages that they can have), and `lens` `[n]`, which hold
-    last-page lengths (keys and values) or lengths (latents).
+    `starts` `[n + 1]`, page numbers `listed` (as many as n requests can have), and `lens` `[n]`: the number of tokens
+    in a request's last page (keys and values), or in the request (latents).
     """
 
     rows: Tensor
@@ -52,7 +53,7 @@ class CellReader(Protocol):
     """FlashInfer for one kind of cell."""
 
     def wrapper(self, buffers: GraphBuffers | None = None) -> Any:
-        """Return a FlashInfer wrapper with its own memory for one plan; with `buffers`, one for CUDA graphs."""
+        """Return a FlashInfer wrapper with its own memory for one plan; for CUDA graphs if `buffers` is given."""
         ...
 
     def plan(self, wrapper: Any, work: AttentionWork) -> None:
@@ -68,8 +69,8 @@ class CellReader(Protocol):
         ...
 
     def launched(self, wrapper: Any) -> dict[str, Any]:
-        """Return all that `run` launches with under the current plan. Two plans for which it is equal differ only in
-        the contents of memory, so one CUDA graph serves both.
+        """Return the launch arguments of `run` under the current plan. Two plans with equal launch arguments differ
+        only in the contents of memory, so one CUDA graph serves both.
         """
         ...
 

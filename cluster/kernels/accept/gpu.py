@@ -37,8 +37,8 @@ def accept(
     tl.store(path + tree * WIDE, tl.full([], 0, tl.int64))
     tl.store(taken + tree * WIDE, first)
     for step in range(1, WIDE):
-        # The lowest matching child, or BLOCK if none. Once the walk ends, `walks` stays False and entries are 0 and
-        # `first`.
+        # The lowest matching child, or BLOCK if none. Once the walk ends, `walks` stays False, and the rest of `path`
+        # is 0, that of `taken` is `first`.
         child = tl.min(tl.where((parent == node) & (token == last), at, BLOCK), 0)
         walks = walks & (child < BLOCK)
         node = tl.where(walks, child, node)

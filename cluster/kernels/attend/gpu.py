@@ -1,8 +1,9 @@
 """Paged attention over trees and prompts (`AttentionMetadata`); a prefix is read once per block of lines and KV head.
 
-A line is one query head of one row. A program has `LINES` lines of one request that share a KV head. It goes over one
-of `SPLITS` parts of the positions that they see, one tile at a time: first the tiles that all its lines see entirely,
-then the others, which need masks. Positions that another library has attended are left out here and merged in `join`.
+A line is one query head of one row. A program has `LINES` lines of one request that share a KV head. The positions that
+these lines see are cut into `SPLITS` parts. A program goes over one part, one tile at a time: first the tiles that all
+lines see entirely, then the other tiles, which need masks. If another library has attended the first positions, they
+are left out here and merged in `join`.
 
 The softmax is online (as in FlashAttention), with scores times log2(e), because a GPU has an instruction for 2 ** x.
 """
@@ -41,9 +42,9 @@ def part_of(
 ):
     """Return numbers `FROM` to `FROM + COUNT - 1` of the cells that begin at offsets `cells`, as `[cells, COUNT]`.
 
-    Numbers from `SIZE` on are 0, and unless `ALL`, those of cells not in `read`. With `CODED` = 1 they are FP8 codes
-    with one scale, at `scales`, and are decoded to dtype `OF`; with `CODED` = 2, numbers from `VALUE` on use the next
-    scale.
+    A cell has `SIZE` numbers; beyond these the result is 0. If `ALL`, all cells are read. If not, cells that the mask
+    `read` excludes give 0. Numbers are plain if `CODED` is 0. If `CODED` is 1, they are FP8 codes with one scale, at
+    `scales`, and are decoded to dtype `OF`. If `CODED` is 2, also FP8, but numbers from `VALUE` on use the next scale.
     """
     at = FROM + tl.arange(0, COUNT)
     places = memory + cells[:, None] + at[None, :]
@@ -64,7 +65,7 @@ def part_of(
 
 @triton.jit
 def cells_of(pages, at, end, PAGE: tl.constexpr, CELL: tl.constexpr):
-    """Return the offsets of the cells of positions `at`: (page * PAGE + at % PAGE) * CELL. From `end` on, page 0's."""
+    """Return the offsets of the cells of positions `at`: (page * PAGE + at % PAGE) * CELL; page is 0 from `end` on."""
     page = tl.load(pages + at // PAGE, mask=at < end, other=0).to(tl.int64)
     return (page * PAGE + at % PAGE) * CELL
 
@@ -95,7 +96,8 @@ def taken_in(
     WIDEN: tl.constexpr,
     ALL: tl.constexpr,
 ):
-    """Add one tile to an online softmax (highest score, sum, weighted values). Lines see the cells in `seen`, or `ALL`.
+    """Add one tile to an online softmax (highest score m, sum, weighted values). Lines see the cells in the mask
+    `seen`; if `ALL`, they see all cells.
 
     With m' = max(m, scores): total' = total * 2^(m - m') + sum 2^(s - m'), and sums' likewise with the values.
     """
@@ -188,11 +190,11 @@ def attend(
     A cell has the keys of all KV heads, then the values, `BEHIND` numbers after the keys. In FP8 (`CODED`), `CELL` is
     in bytes, and the scales follow the `NUMBERS` codes: those of keys, and `SCALES` bytes later those of values.
 
-    Tree: program p has lines of request i = p // blocks. Its `each` rows see the first `starts[i]` positions, and of
-    the `width` slots after them those in `bits`; with `APART`, only positions from `until[i]` on are read. Prompts
-    (`TEXT`): rows `indptr[i]` onwards are at positions `starts[i]` onwards, of `chunks` chunks; `CHUNKS` is a power of
-    two, at least as many. Rows may skip the first positions only if `WINDOWED`: because of `window`, `first` or
-    `until`.
+    Tree: program p has lines of request i = p // blocks. The request's `each` rows see the first `starts[i]` positions,
+    and of the `width` slots after these those in `bits`. If `APART`, positions before `until[i]` are left to another
+    library. Prompts (`TEXT`): chunk i has the rows from `indptr[i]` on, at positions from `starts[i]` on. There are
+    `chunks` chunks; `CHUNKS` is a power of two, at least `chunks`. Rows see all positions from 0 on unless `WINDOWED`;
+    then `window`, `first` or `until` may exclude the first ones.
 
     Keys are read in two parts, `FRONT` and `BACK`, as sizes such as 576 are no power of two.
     """
@@ -341,10 +343,11 @@ def join(
     WIDE: tl.constexpr,
 ):
     """Merge the `partials` of each line `[T, HEADS, SPLITS, WIDTH + 2]` (values, highest score times log2(e), sum) into
-    `out`, `AT_ONCE` splits at a time. Both counts are powers of two, but `SPLITS` is 0 without partials.
+    `out`, `AT_ONCE` splits at a time. `SPLITS` and `AT_ONCE` are powers of two, but `SPLITS` is 0 without partials.
 
-    With `BEFORE`, also merge the attention of other positions: `before` `[T, HEADS, VALUE]` and its log-sum-exps to
-    base 2, `before_lse` `[T, HEADS]`. With `until`, only for requests (of `each` rows) whose entry is not 0.
+    If `BEFORE`, also merge the attention of other positions: `before` `[T, HEADS, VALUE]` and its log-sum-exps to
+    base 2, `before_lse` `[T, HEADS]`. If `until` is given, do so only for requests whose entry of `until` is not 0; a
+    request has `each` rows.
 
     out = sum_i 2^(m_i - m) values_i / sum_i 2^(m_i - m) total_i over the parts i, with m = max m_i. For `before`,
     values are normalised: m_i = lse and total_i = 1. A sink adds 2^(sink - m) to the denominator.

@@ -31,8 +31,8 @@ def gumbel(key, hashes, WIDE: tl.constexpr):
 
 @triton.jit
 def in_order(x):
-    """Return signed integers in the order of the numbers `x`. NaN counts as infinity, the highest. No number gives the
-    lowest integer, which stands for "none".
+    """Return signed integers in the order of the numbers `x`. NaN counts as infinity, the highest number. The lowest
+    integer belongs to no number; it stands for "none".
 
     The bits of positive floats are ordered as integers; for negative floats all bits but the sign are inverted.
     """
@@ -86,8 +86,8 @@ def best_of_part(
     """Write the `COUNT` highest scores of one part of a row of `logits` `[T, columns]`: `values` and `ids`
     `[T, parts, COUNT]`. With `SUMMED`, also write m = max score and sum exp(score - m) to `sums` `[T, parts, 2]`.
 
-    Scores are logits. With `NOISY` they are logits * `inverse` `[T]` + noise * `scale` `[T]`, with noise under `keys`
-    `[T]` for `hashes` `[columns]`; with `FILTERED`, tempered logits below `least` `[T]` are lowered by `far`.
+    Scores are logits. If `NOISY`, they are logits * `inverse` `[T]` + noise * `scale` `[T]`, with noise under `keys`
+    `[T]` for `hashes` `[columns]`. If `FILTERED` too, tempered logits below `least` `[T]` are lowered by `far`.
     """
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     LOWEST: tl.constexpr = -(1 << (WIDE.primitive_bitwidth - 1))

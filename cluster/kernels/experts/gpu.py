@@ -9,10 +9,11 @@ import triton.language as tl
 
 @triton.jit
 def group(chosen, source, expert, place, ends, count, active, BLOCK: tl.constexpr):
-    """Assign places to the choices of one expert per program, after those of all lower experts: a stable counting sort.
+    """Assign places to the choices of one expert per program, after the places of all lower experts: a stable counting
+    sort.
 
-    `chosen` `[count]` are the choices, `active` for each row. Writes `source` and `expert` `[count]`, the row and the
-    expert at each place; `place` `[count]`, the place of each choice; and `ends` `[E]`, where each expert's places end.
+    `chosen` `[count]` are the choices, `active` for each row. Writes `source` and `expert` `[count]` (the row and the
+    expert at each place), `place` `[count]` (the place of each choice) and `ends` `[E]` (where an expert's places end).
     """
     own, at = tl.program_id(0), tl.arange(0, BLOCK)
     below, mine = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
@@ -48,9 +49,9 @@ def combine(
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute `out` `[T, size]`: for each row, the sum over its `ACTIVE` places, in ascending order, of
-    weights * (made + bias): `made` `[count, size]` by `place`, `weights` `[T, ACTIVE]`, and, if `BIASED`, `bias`
-    `[E, size]` of the `chosen` expert.
+    """Compute `out` `[T, size]`: for each row, the sum of weights * (made + bias) over the row's `ACTIVE` places, in
+    ascending order. `made` `[count, size]` has an entry per place, `weights` are `[T, ACTIVE]`. `bias` `[E, size]` has
+    an entry per expert, and is used only if `BIASED`.
     """
     row, slot = tl.program_id(0).to(tl.int64), tl.arange(0, SLOTS)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -43,8 +43,8 @@ def least_with(
 ):
     """Return the largest number t such that the tempered logits >= t together weigh at least `needed`.
 
-    Each weighs 1, or its mass if `WEIGHED`; all together must weigh `needed`. Radix select: each pass over the row
-    fixes the next two bits of t, the highest first, in the integers of `unsigned(in_order(x))`.
+    Each logit weighs 1, or its mass if `WEIGHED`; all logits together must weigh at least `needed`. Radix select: each
+    pass over the row fixes the next two bits of t, the highest first, in the integers of `unsigned(in_order(x))`.
     """
     UNSIGNED: tl.constexpr = tl.uint64 if tl.float64 == WIDE else tl.uint32
     BITS: tl.constexpr = UNSIGNED.primitive_bitwidth
@@ -85,7 +85,8 @@ def threshold(
     BLOCK: tl.constexpr,
 ):
     """Write the threshold `least` `[T]` of each row of `logits` `[T, columns]`: the least tempered logit that top_k,
-    top_p and min_p all keep; -inf without filters. For a row with NaN or an infinite maximum it is NaN: no filter.
+    top_p and min_p all keep; -inf without filters. For a row with NaN or an infinite maximum, it is NaN, which removes
+    no token.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride

@@ -1,4 +1,4 @@
-"""The kernels that go with FlashInfer's attention: those of Triton."""
+"""The kernels that are used beside FlashInfer's attention: those in Triton."""
 
 from cluster.kernels.flashinfer.library import VERSION, FlashInfer
 from cluster.kernels.triton_kernels import TritonKernels

@@ -110,7 +110,7 @@ def latent_launch(wrapper: Any) -> dict[str, Any]:
 
 
 def _told(value: Any) -> Any:
-    """Return a form of `value` for comparison: two are equal only if launches with them are the same."""
+    """Return `value` in a form to compare: two forms are equal only if launches with the two values are the same."""
     if isinstance(value, Tensor):
         return KernelMemory(value.data_ptr(), tuple(value.shape), value.stride(), value.dtype)
     if isinstance(value, Iterable) and not isinstance(value, str):

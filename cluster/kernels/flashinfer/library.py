@@ -19,12 +19,12 @@ VERSION = "0.7.2.post1"
 LINES = 4_000_000
 """The most rows times query heads of one plan, whose work list has room for 131,072 blocks of 64."""
 LATENT_LINES = 900_000
-"""The same for latents, whose work list has room for 16,384 blocks."""
+"""The same limit for latents, where the work list has room for 16,384 blocks."""
 
 
 class Share(NamedTuple):
-    """FlashInfer's share of a layer's attention: `trees` (their committed tokens) and `texts` (prompts, entirely).
-    `why` it does not compute the rest; empty if it computes both.
+    """What FlashInfer computes of a layer's attention: if `trees`, the committed tokens of trees; if `texts`, prompts
+    entirely. `why` is the reason why it does not compute both, empty if it does.
     """
 
     trees: bool
@@ -34,9 +34,9 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FlashInfer:
-    """FlashInfer's wrapper classes for keys and values (`paged`) and for latents, and `csr`, which makes the latter's
-    metadata. `variant`: the kernel family, fa2 or fa3. `head_sizes` and `latent_sizes` (value size, size of the rest)
-    are the sizes for which it is used.
+    """FlashInfer's wrapper classes for keys and values (`paged`) and for latents (`latent`), and `csr`, which makes the
+    metadata of `latent`. `variant` is the kernel family, fa2 or fa3. FlashInfer is used for the `head_sizes` and
+    `latent_sizes` (value size, size of the rest) only.
     """
 
     paged: Callable[..., Any]

@@ -8,8 +8,9 @@ import triton.language as tl
 def add_norm(
     rows, more, scale, total, out, stride, size, eps, MORE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """With `MORE`, write `total` = `rows` + `more` `[T, size]`. Write its RMS norm times `scale` `[size]` to `out`:
-    out = x / sqrt(mean(x^2) + eps) * scale. `rows` are at `stride`; the other tensors are contiguous.
+    """Write the RMS norm of x times `scale` `[size]` to `out`: out = x / sqrt(mean(x^2) + eps) * scale. If `MORE`, x is
+    `rows` + `more` `[T, size]`, which is also written to `total`; if not, x is `rows`. `rows` are at `stride`; the
+    other tensors are contiguous.
     """
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     held = at < size

@@ -28,8 +28,8 @@ def rotate(
     """Rotate the first 2 x `half` numbers of each head `[T, n, size]` by `cosines` and signed `sines` `[T, 2 half]`:
     (low cos + high sin, high cos + low sin).
 
-    With `NORMED`, heads are RMS-normed first: the first `queries` heads with `q_scale`, the others with `k_scale`.
-    `REST` is the block for the numbers after them (0: there are none, or they do not change).
+    If `NORMED`, heads are RMS-normed first: the first `queries` heads with `q_scale`, the others with `k_scale`. `REST`
+    is the block size for the numbers that are not rotated (0 if there are none, or if they do not change).
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     base = heads + row * row_stride + head * head_stride

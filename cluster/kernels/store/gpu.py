@@ -74,8 +74,8 @@ def store_coded(
     ALL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """As `store`, in FP8: `GROUPS` groups of `SIZE` numbers, then one of `REST` numbers if that is not 0, to cells of
-    `BYTES` bytes. A cell with a magnitude above `most` counts as not finite.
+    """As `store`, in FP8: a cell of `BYTES` bytes has `GROUPS` groups of `SIZE` numbers and, if `REST` is not 0, one
+    group of `REST` numbers. A cell with a magnitude above `most` counts as not finite.
     """
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, ALL)
     kv += row * kv_stride

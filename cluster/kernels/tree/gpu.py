@@ -34,10 +34,10 @@ def level(
     """Add the proposals of one level as candidates from number `before` on: `TOPK` after each of a request's `TOPK`
     rows.
 
-    `proposed` and `likely` `[R, TOPK, TOPK]` are tokens and log-probabilities (with `FIRST` `[R, TOPK]`, after the
-    root); `score` and `number` `[R, TOPK]` are the rows' cumulative scores and candidate numbers. Writes the
-    candidates' `tokens`, `scores`, `parents` `[R, total]`, and for the `TOPK` best of the level (in the first level
-    all, in order) the token, the row before it, score and number.
+    `proposed` and `likely` `[R, TOPK, TOPK]` are tokens and log-probabilities; in the first level (`FIRST`), which
+    follows the root, they are `[R, TOPK]`. `score` and `number` `[R, TOPK]` are the rows' cumulative scores and
+    candidate numbers. Writes the candidates' `tokens`, `scores`, `parents` `[R, total]`. For the `TOPK` best candidates
+    of the level, also writes token, parent row, score and number; in the first level these are all, in order.
 
     score = score of the row + clamp(log-probability, FLOOR, 0) - DECAY. NaN counts as FLOOR. DECAY makes a child score
     below its parent, so that a tree which keeps a node keeps its parent too.
@@ -89,10 +89,9 @@ def keep(
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Keep the `wanted` best of the candidates `tokens`, `scores`, `parents` `[R, total]`, in their order, after the
-    root.
+    """Keep the root and the `wanted` best of the candidates `tokens`, `scores`, `parents` `[R, total]`, in their order.
 
-    Writes tokens, parents and depths of the nodes, `[R, nodes]`. The lowest kept score is found bit by bit (radix
+    Writes tokens, parents and depths of these nodes, `[R, nodes]`. The lowest kept score is found bit by bit (radix
     select).
     """
     request, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
@@ -129,7 +128,7 @@ def ancestry(parents, ancestors, nodes, deepest, ROWS: tl.constexpr, BLOCK: tl.c
     request = tl.program_id(0).to(tl.int64)
     row, column = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     node, seen = row, row[:, None] == column[None, :]
-    for _ in range(deepest):  # each turn follows one parent link; the root is its own parent
+    for _ in range(deepest):  # each iteration follows one parent link; the root is its own parent
         node = tl.load(parents + request * nodes + node, mask=row < nodes, other=0).to(tl.int32)
         seen = seen | (node[:, None] == column[None, :])
     held = (row < nodes)[:, None] & (column < nodes)[None, :]
