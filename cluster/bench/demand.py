@@ -38,7 +38,9 @@ def least_seconds(forwards: Iterable[Demand], best: Ceilings) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ForwardRows:
-    """The rows of a forward: `each` rows for each of R `requests`; a request has `context` committed tokens on average."""
+    """The rows of a forward: `each` rows for each of R `requests`. A request has `context` committed tokens, on
+    average.
+    """
 
     requests: int
     each: int

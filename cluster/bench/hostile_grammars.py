@@ -16,7 +16,9 @@ def _nested(opening: str, inside: str, closing: str, depth: int) -> str:
 
 
 def _letters(count: int, kind: str) -> str:
-    """Return `count` rules. Each rule contains the next rule twice: as alternatives if `kind` is `|`, else in sequence."""
+    """Return `count` rules. Each rule contains the next rule twice: as alternatives if `kind` is `|`, or in
+    sequence.
+    """
     return "\n".join(f"r{at} ::= r{at + 1} {kind} r{at + 1}" for at in range(count)) + f'\nr{count} ::= "a"'
 
 

@@ -59,8 +59,9 @@ def settings_of(pair: Pair, requests: int, world: int, **more: object) -> dict[s
 class RankRequest:
     """A greedy request to one data-parallel rank; EOS is ignored.
 
-    `again`: the request is resubmitted whenever it ends, as `name#N` with a new number. `alone`: the request waits until
-    its rank runs nothing; later requests in the queue wait too. `after`: the name of a request that must end before.
+    `again`: the request is resubmitted whenever it ends, as `name#N` with a new number. `alone`: the request waits
+    until its rank runs nothing; later requests of the rank wait too. `after`: the name of a request that must end
+    before this one starts.
     """
 
     name: str
