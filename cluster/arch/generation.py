@@ -16,7 +16,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
 
 
 def sampling_defaults(folder: str) -> dict[str, float]:
-    """Return the values for requests that leave them out; empty if the folder names none.
+    """Return the sampling values for requests that set none. Empty if generation_config.json gives no values.
 
     Raises:
         ConfigError: a value is not a number, or out of bounds.

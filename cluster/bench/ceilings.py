@@ -31,7 +31,7 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """The sizes to measure ceilings with: an array too large for any cache, and the side of square matrices."""
+    """The sizes to measure ceilings with: bytes of an array too large for any cache, and rows of a square matrix."""
 
     read_bytes: int
     side: int
@@ -43,7 +43,8 @@ TRIED = {"cpu": Tried(1 << 28, 1536), "cuda": Tried(1 << 32, 8192)}
 def ceilings(repeats: int = 5, device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> Ceilings:
     """Measure a device's ceilings with torch's current threads: the best of `repeats` runs after a warm-up.
 
-    Products are in `dtype`, on a CPU also in float32, because CPUs often multiply 16-bit numbers as float32.
+    Matrices are multiplied in `dtype`. On a CPU float32 is tried too, because CPUs often multiply 16-bit numbers as
+    float32.
     """
     tried = TRIED[device.type]
     memory = torch.ones(tried.read_bytes // 4, device=device)

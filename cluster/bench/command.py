@@ -40,10 +40,10 @@ OF_A_PAIR: dict[str, ModuleType] = {  # measure a target with its draft
     "serving": serving,  # start-up, latency and memory of `aerie serve`
     "acceptance": acceptance,  # how well the draft predicts
     "levels": levels,  # acceptance by depth of any draft, three levels deep
-    "grammars": grammars,  # what a grammar costs, and what the nodes that it forces gain
+    "grammars": grammars,  # the cost of a grammar, and the gain of tree nodes that the grammar forces
     "peers": peers,  # against vLLM's CPU build
     "lockstep": lockstep,  # what lockstep costs data-parallel ranks
-    "roofline": roofline,  # each phase of a step against what the machine could do at best
+    "roofline": roofline,  # the time of each phase of a step against the least possible time
     "overlap": overlap,  # host work per step, and how long the device waits for it
 }
 OF_A_TARGET: dict[str, ModuleType] = {  # measure a target alone
@@ -53,7 +53,7 @@ WITH_THEIR_OWN: dict[str, ModuleType] = {  # take no model: they serve the demo 
     "faults": faults,  # what clients see when processes die
     "crowd": crowd,  # the same as faults, while many requests queue
     "rude": rude,  # whether abusive clients disturb streams
-    "overload": overload,  # what clients get at five times the capacity
+    "overload": overload,  # answers and refusals when clients send five times the capacity
     "kernels": kernels,  # each kernel against its reference implementation and the machine's ceilings
     "cache": cache,  # attention over a KV cache in FP8, against a cache in the model's dtype
     "packed": packed,  # matrix products with weights that stay quantised
@@ -62,7 +62,7 @@ WITH_THEIR_OWN: dict[str, ModuleType] = {  # take no model: they serve the demo 
 PARTS = OF_A_PAIR | OF_A_TARGET | WITH_THEIR_OWN
 DEFAULT_PARTS = ("offline", "serving")
 WITHOUT_A_DRAFT = ("peers", "roofline")  # these parts can measure plain decoding alone
-OF_SOME = ("contexts", "shape", "layers", "accept_length")  # options only of parts whose `Size` has the field
+OF_SOME = ("contexts", "shape", "layers", "accept_length")  # options of only those parts whose `Size` has such a field
 MISSED = 1  # exit status: a goal was missed, something failed, or outputs that must be equal differ
 
 LASTS: dict[str, tuple[float, float]] = {  # minutes of a full run and seconds of --quick, at most, on two free cores
@@ -131,7 +131,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure the parts and print their tables, with a line for each missed goal.
 
-    Return 1 if a goal was missed, outputs that must be equal differ, or a part counts failures; else 0.
+    Return 1 if a goal was missed, outputs that must be equal differ, or a part counted failures; otherwise 0.
 
     Raises:
         ValueError: a part or an option is wrong, or a model cannot be measured.

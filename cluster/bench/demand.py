@@ -17,7 +17,7 @@ from cluster.arch.safetensors.tensors import layer_tensors
 from cluster.bench.ceilings import Ceilings
 
 READ_ROWS = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa")
-"""The attention projections that read a layer's input. They are twice as wide if it is [embedding, hidden]."""
+"""The attention projections that read a layer's input. If that input is [embedding, hidden], they are twice as wide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,9 @@ def least_seconds(forwards: Iterable[Demand], best: Ceilings) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ForwardRows:
-    """The rows of a forward: `each` rows per request, of R `requests` with `context` committed tokens on average."""
+    """The rows of a forward: `each` rows for each of R `requests`. A request has `context` committed tokens, on
+    average.
+    """
 
     requests: int
     each: int
@@ -52,8 +54,8 @@ class ForwardRows:
 
 @dataclass(frozen=True, slots=True)
 class MatrixNumbers:
-    """How many numbers one layer's matrices have: `common` in the matrices that every row uses, `each` in one of the
-    `experts`, of which a row uses `active`.
+    """How many numbers one layer's matrices have. `common` counts the matrices that every row uses; `each` counts those
+    of one expert. A row uses `active` of the `experts` experts.
     """
 
     common: int
@@ -68,7 +70,7 @@ class MatrixNumbers:
 
 
 def numbers_of(g: LayerGeometry, pair: bool = False) -> MatrixNumbers:
-    """Count the numbers of a layer's matrices. With `pair`, its attention reads [embedding, hidden]."""
+    """Count the numbers of a layer's matrices. If `pair`, the layer's attention reads [embedding, hidden]."""
     common = routed = 0
     for name, shape in layer_tensors("", g):
         if len(shape) < 2:
@@ -100,13 +102,13 @@ def layer_demand(g: LayerGeometry, rows: ForwardRows, itemsize: int, pair: bool 
 
 
 def matrix_demand(inputs: int, outputs: int, rows: int, itemsize: int, kept: bool = False) -> Demand:
-    """Return the demand of a product with one weight. `kept`: the product is read once more, as logits are."""
+    """Return the demand of multiplying rows by one weight. If `kept`, the result is read once more, as logits are."""
     read = inputs * outputs + (rows * outputs if kept else 0)
     return Demand(float(read * itemsize), 2.0 * rows * inputs * outputs)
 
 
 def target_demand(models: ResolvedModels, rows: ForwardRows, itemsize: int) -> Demand:
-    """Return the demand of the target over the trees' rows, head included."""
+    """Return the demand of one forward of the target, head included."""
     arch, whole = models.target, Demand(float(rows.count * models.target.hidden * itemsize))
     for layer in arch.layers:
         whole += layer_demand(layer, rows, itemsize)
@@ -114,7 +116,9 @@ def target_demand(models: ResolvedModels, rows: ForwardRows, itemsize: int) -> D
 
 
 def draft_demand(spec: DraftSpec, rows: ForwardRows, chosen: int, itemsize: int, fused: bool = False) -> Demand:
-    """Return the demand of one forward of a draft's runner, with the head on `chosen` rows; `fused`: `fc` runs too."""
+    """Return the demand of one forward of a draft's runner. The head runs on `chosen` rows; `fc` of an EAGLE-3 draft
+    runs only if `fused`.
+    """
     whole = Demand(float(rows.count * spec.hidden * itemsize))
     for layer in spec.layers:
         whole += layer_demand(layer.geometry, rows, itemsize, layer.pair)

@@ -15,17 +15,17 @@ from cluster.bench.server import TWO_RANKS, ServerProcess
 from cluster.bench.streams import HOST, ClientStream, Prompt, errors_of, page, run_together, served_model
 
 GANG = ("dtype=float64", *TWO_RANKS)
-OPEN_TOKENS = 6  # a stream with this many counts as open
+OPEN_TOKENS = 6  # a fault waits until streams have this many tokens
 WAIT_S = 120.0
 POLL_S = 0.02
 SLOW_S = 12.0
-SLOW_ON_S, SLOW_OFF_S = 0.01, 0.09  # a slow rank runs a tenth of the time
+SLOW_ON_S, SLOW_OFF_S = 0.01, 0.09  # a slowed process runs for `SLOW_ON_S`, then is stopped for `SLOW_OFF_S`, and so on
 REPLICA, ENGINE = "ServeReplica:", "-engine"  # parts of Ray's name for the process of an engine replica
 
 
 @dataclass(frozen=True, slots=True)
 class StreamLoad:
-    """The prompts that every round streams, and the streams of a run without a fault (`wanted`)."""
+    """The prompts that every round streams. `wanted` has the streams of a run without a fault, in the same order."""
 
     model: str
     prompts: Sequence[Prompt]
@@ -52,9 +52,10 @@ def undisturbed(server: ServerProcess, prompts: Sequence[Prompt], max_tokens: in
 
 
 class Fault:
-    """One fault, such as "kill rank 0", caused while streams run. `open` is the number of streams open at that moment.
+    """One fault, such as "kill rank 0", caused while streams run. `open` streams were unfinished at that moment.
 
-    `unhealthy_s` and `healthy_s`: seconds from the fault until /health failed and until it was 200 again, or None.
+    `unhealthy_s`: seconds from the fault until /health failed. `healthy_s`: until /health answered 200 again. Both are
+    None if that has not happened.
     """
 
     def __init__(self, server: ServerProcess, what: str, due: Callable[[list[ClientStream]], bool]) -> None:
@@ -85,17 +86,20 @@ class Fault:
         hurt(self.verb, victim)
 
     def settle(self) -> None:
-        """Stop polling /health; first wait until the server is healthy again, if the fault must lose a gang."""
+        """Wait until the server is healthy again, at most `WAIT_S`, then stop polling /health.
+
+        A slowed process loses no gang, so after such a fault there is no wait.
+        """
         if self._began is None:
             return
-        if self.verb != "slow":  # a slow rank is no loss, so /health need not fail
+        if self.verb != "slow":
             self._thread.join(WAIT_S)
         self._over.set()
         self._thread.join()
 
     def losses(self, after: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the gang losses since the fault, from the server's info `after` it."""
-        # A new replica does not know the losses of the one before it.
+        """Return the gang losses since the fault. `after` is the server's info, read after the fault."""
+        # A new replica does not know the losses of the killed replica.
         known = 0 if self.whom == "replica" else len(self.before.get("restarts", ()))
         losses: list[dict[str, Any]] = after.get("restarts", [])[known:]
         return losses
@@ -112,7 +116,7 @@ class Fault:
 
 
 def victim_of(server: ServerProcess, info: dict[str, Any], whom: str) -> int:
-    """Return the pid of the process to hurt: a rank listed in `info`, or the engine replica."""
+    """Return the pid of the process `whom` names: "replica" (the engine's), or a rank listed in `info`."""
     if whom == "replica":
         (engine,) = [p.pid for p in server.processes() if REPLICA in p.name and ENGINE in p.name]
         return engine
@@ -120,7 +124,7 @@ def victim_of(server: ServerProcess, info: dict[str, Any], whom: str) -> int:
 
 
 def hurt(verb: str, pid: int) -> None:
-    """Kill or freeze the process, or start a thread that lets it run a tenth of the time for `SLOW_S`."""
+    """Do `verb` to a process: kill it, freeze it, or slow it down for `SLOW_S` from a thread."""
     if verb == "kill":
         os.kill(pid, signal.SIGKILL)
     elif verb == "freeze":
@@ -130,7 +134,7 @@ def hurt(verb: str, pid: int) -> None:
 
 
 def slow_down(pid: int, seconds: float) -> None:
-    """Stop and continue the process in turn for `seconds`, so that it runs a tenth of the time."""
+    """For `seconds`, stop the process and let it continue, again and again, so that it runs a tenth of the time."""
     until = time.monotonic() + seconds
     with suppress(ProcessLookupError):
         while time.monotonic() < until:
@@ -154,7 +158,7 @@ def server_info(port: int) -> dict[str, Any]:
 
 
 def idle_info(port: int) -> dict[str, Any]:
-    """Return /server_info once ranks report and none runs a request or uses pages; after 20 s, in any state."""
+    """Wait until ranks report and none runs a request or uses pages, at most 20 s; then return /server_info."""
     until = time.monotonic() + 20.0
     while True:
         info = server_info(port)

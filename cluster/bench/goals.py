@@ -13,10 +13,10 @@ QUICK_SLACK = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """One goal: `value` must be at most `bound`, or at least `bound` if `at_least`.
+    """One goal for the figure `what`: `value` must be at most `bound`; if `at_least`, at least `bound`.
 
-    A quick run measures too little to judge speed, so its bound is looser by the factor `slack`. A slack of 1 is for
-    figures that must hold in any run, such as a count of failures.
+    A quick run measures too little to judge speed, so its bound is looser by the factor `slack`. Figures that must hold
+    in any run, such as a count of failures, have a slack of 1.
     """
 
     what: str
@@ -26,13 +26,13 @@ class Goal:
     slack: float = QUICK_SLACK
 
     def bound_of(self, quick: bool) -> float:
-        """Return the bound of a quick or a full run."""
+        """Return the bound of a full run or, if `quick`, of a quick run."""
         if not quick:
             return self.bound
         return self.bound / self.slack if self.at_least else self.bound * self.slack
 
     def met(self, quick: bool) -> bool:
-        """Return whether the figure keeps the bound of a quick or a full run. NaN never does."""
+        """Return whether `value` keeps that bound. NaN never does."""
         bound = self.bound_of(quick)
         return self.value >= bound if self.at_least else self.value <= bound
 

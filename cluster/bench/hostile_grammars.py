@@ -16,7 +16,9 @@ def _nested(opening: str, inside: str, closing: str, depth: int) -> str:
 
 
 def _letters(count: int, kind: str) -> str:
-    """Return `count` rules, each of which is the next rule twice: in sequence, or as alternatives if `kind` is `|`."""
+    """Return `count` rules. Each rule contains the next rule twice: as alternatives if `kind` is `|`, or in
+    sequence.
+    """
     return "\n".join(f"r{at} ::= r{at + 1} {kind} r{at + 1}" for at in range(count)) + f'\nr{count} ::= "a"'
 
 
@@ -113,7 +115,9 @@ HOSTILE = (
 
 
 def asking(number: int) -> dict[str, Any]:
-    """Return the request fields of hostile grammar `number`; numbers beyond the list vary it, to evade caches."""
+    """Return the request fields of hostile grammar `number`. Numbers beyond the list repeat it with variations, so that
+    no cache has them.
+    """
     turn, which = divmod(number, len(HOSTILE))
     grammar = HOSTILE[which]
     mark = f" {turn}" if turn else ""

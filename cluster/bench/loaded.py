@@ -21,7 +21,7 @@ class Loaded:
     """The loaded models of a single rank."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Load the models of `config`, which must have the deepest tree and the longest context of all later engines.
+        """Load the models of `config`. Its tree must be as deep, and its context as long, as those of any later engine.
 
         Raises:
             ConfigError: as `build_engine`.
@@ -57,8 +57,8 @@ class Loaded:
     def engine(
         self, config: EngineConfig, wrap: Wrap | None = None, held: Sequence[Sequence[int]] = ()
     ) -> tuple[Engine, ResolvedModels]:
-        """Return an engine of `config` on these models, and the resolved config. `wrap` replaces the engine's draft.
-        The prefix cache starts with the prompts `held`, whose KV cells are random numbers.
+        """Return an engine of `config` on these models, and the resolved models. `wrap` replaces the engine's draft.
+        The prefix cache initially contains the prompts `held`; their KV cells are random numbers.
 
         Raises:
             ConfigError: as `build_engine`.

@@ -1,8 +1,8 @@
 """An oracle draft: synthetic acceptance at any accept length, whatever the draft's weights are.
 
-All forwards of the real draft run, and it chooses a tree. Then that tree is replaced by one of the same size with
-correct tokens along one path, as deep as the wanted accept length, and wrong tokens elsewhere. All work is on the
-device, from tables made beforehand, so steps can be captured and never wait for the host.
+The real draft runs all its forwards and chooses a tree. That tree is then replaced by a tree of the same size: correct
+tokens along one path, as deep as the wanted accept length, and wrong tokens elsewhere. All work is done on the device,
+from tables made beforehand, so steps can be captured and never wait for the host.
 
 Legend: R requests, N nodes, S depth, L tokens of a text.
 """
@@ -22,11 +22,11 @@ from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.tree import DraftTree, ancestors_of
 from cluster.spec.verify import Accepted
 
-LUCK = 4093  # size of the table of random numbers that choose between two depths; prime, so any stride visits all
+LUCK = 4093  # size of a table of random numbers; each chooses between two depths. Prime, so any stride visits all
 
 
 class Truth(Protocol):
-    """The tokens that the target is going to choose."""
+    """Tells which tokens the target is going to choose."""
 
     def after(self, batch: Batch, bonus: Tensor, count: int) -> Tensor:
         """Return each decoding request's bonus token and the `count` tokens after it, `[R, count + 1]`."""
@@ -45,13 +45,13 @@ class Counting:
 
 
 class WrittenTruth:
-    """The truth from `texts` `[n, L]`, prompts included; the request with seed i generates text i."""
+    """The truth from `texts` `[n, L]`, which include the prompts. The request with seed i generates text i."""
 
     def __init__(self, texts: Tensor) -> None:
         self._texts = texts
 
     def after(self, batch: Batch, bonus: Tensor, count: int) -> Tensor:
-        """Return the tokens at each request's position in its text; its last token repeats beyond the end."""
+        """Return the tokens at each request's position in its text. Beyond the text's end, its last token repeats."""
         texts, length = self._texts.shape
         which = batch.sampling.seeds[: batch.decodes].remainder(texts)
         at = batch.seq_lens[:, None] + torch.arange(count + 1, device=bonus.device)
@@ -70,7 +70,9 @@ class TreeTemplate:
 
 @cache
 def template(num_steps: int, nodes: int, device: torch.device) -> TreeTemplate:
-    """Return a tree with one path of `num_steps` nodes; the remaining nodes become children of the path's in turn."""
+    """Return a tree with one path of `num_steps` nodes below the root, or fewer if `nodes` is too small. The remaining
+    nodes are spread evenly, as children of the nodes on the path.
+    """
     deepest = min(num_steps, nodes - 1)
     parents = [0, *range(deepest), *((node % max(1, deepest)) for node in range(nodes - 1 - deepest))]
     depths = [0]

@@ -20,7 +20,9 @@ ANY_ROWS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class TreeChoice:
-    """A tree shape: depth, children per node, nodes root included (0: those of a chain). Depth 0: plain decoding."""
+    """A tree shape: depth, children per node, and number of nodes, root included (0 means as many as a chain has). A
+    depth of 0 means plain decoding.
+    """
 
     num_steps: int
     topk: int = 1
@@ -40,15 +42,15 @@ class TreeChoice:
 
 
 def shipped() -> TreeChoice:
-    """Return the default tree: that of a config with a draft and no settings of the tree."""
+    """Return the default tree, which a config has if it names a draft but sets nothing about the tree."""
     config = EngineConfig(model_path="-", speculative_algorithm="EAGLE3", speculative_draft_model_path="-")
     tree = tree_shape(config)
     return TreeChoice(tree.num_steps, tree.topk, tree.num_draft_tokens if tree.topk > 1 else 0)
 
 
 def named(target: str | None, draft: str | None, alone: bool = False) -> tuple[str, str]:
-    """Return the folders of a target and its draft; a missing one is the demo's. With `alone`, a target may be given
-    without a draft: it is measured without speculation, and the draft returned is "".
+    """Return the folders of a target and its draft; the demo's folders replace missing ones. If `alone`, a target may
+    be given without a draft: the target is then measured without speculation, and the returned draft is "".
 
     Raises:
         ConfigError: a target is given without the draft it needs, or this installation has no demo.

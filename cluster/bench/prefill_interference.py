@@ -15,19 +15,21 @@ DEFAULT_SHARE = 0.5
 GOAL_STEP, GOAL_FIRST = 2.2, 2.5  # at DEFAULT_SHARE, for `Interference.median_ratio` and `Interference.first_ratio`
 OPENING_TOKENS = 8  # prompt length of a decoding request; short, because decoding is measured
 SHORTER = 4  # on one rank, the prompt is this many times shorter, so that other contexts hardly grow during its prefill
-LASTING = 5  # on one rank, other requests generate this many times `steady_tokens`, so that they outlast the prompt
+LASTING = 5  # on one rank, other requests generate `LASTING` x `steady_tokens` tokens, so that they outlast the prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Interference:
     """Inter-token latency of the decoding requests: the time between two outputs of a request, as a client sees it.
 
-    An output is the one or more tokens that a step commits for a request. *Busy* is the time without the long prompt:
-    before it and, if requests follow, after it, so that a drift of the machine's speed affects both. *Prefill* is the
-    time from the prompt's submission to its first token. Ratios are prefill over busy: `median_ratio` of the medians,
-    `tail_ratio` of the p99s, `ratio` of prefill's p99 to the busy median (on a shared machine, the last two mostly show
-    other load). `cpu_ratio` is the ratio of the median CPU seconds of the slower rank's steps. `first_ratio` is the
-    time to the prompt's first token over that without other requests; `first_cpu_ratio` is the same in CPU seconds.
+    An output is the tokens, at least one, that a step commits for a request. *Prefill* is the time from the long
+    prompt's submission to its first token. *Busy* is the time without the long prompt: before its submission and, if
+    requests follow, after its end, so that a drift of the machine's speed affects prefill and busy equally.
+
+    Ratios are prefill over busy: `median_ratio` of the medians, `tail_ratio` of the p99s, `cpu_ratio` of the median CPU
+    seconds of the slower rank's steps. `ratio` is prefill's p99 over the median of busy; on a shared machine, `ratio`
+    and `tail_ratio` mostly show other load. `first_ratio` is the time to the prompt's first token, over the same time
+    without other requests; `first_cpu_ratio` is the same in CPU seconds.
     """
 
     ratio: float
@@ -45,7 +47,7 @@ class Interference:
 
 
 class First(NamedTuple):
-    """The cost of the long prompt's first token: wall seconds, and CPU seconds summed over steps (slower rank)."""
+    """The cost of the long prompt's first token: wall seconds, and the slower rank's CPU seconds summed over steps."""
 
     seconds: float
     cpu: float
@@ -55,15 +57,15 @@ Stalls = dict[str, Interference]  # the interference figures of one repeat, by t
 
 
 def interference_of(lives: Sequence[RankRun], alone: First) -> Interference:
-    """Return the interference in one run of a gang. Its first rank decodes; its last rank, which may be the same, takes
-    the prompt. `alone` is the cost of the same prompt without other requests.
+    """Return the interference in one run of a gang. The first rank decodes; the last rank takes the long prompt. In a
+    gang of one rank, one rank does both. `alone` is the cost of the same prompt without other requests.
     """
     a, b = lives[0], lives[-1]
     submitted, first = b.submitted[LONG], b.times[LONG][0]
     took = first_of(lives)
     early = [b.times[name] for name, at in b.submitted.items() if name != LONG and at < submitted]
     late = [b.times[name] for name, at in b.submitted.items() if name != LONG and at >= first]
-    # Busy: from the time when every request has an output until the long prompt comes or a request ends.
+    # Busy: from the time when every request has an output until the long prompt is submitted or a request ends.
     windows = [(max(times[0] for times in early), min(submitted, *(times[-1] for times in early)))]
     if late:
         windows.append((max(times[0] for times in late), min(times[-1] for times in late)))
@@ -90,7 +92,7 @@ def interference_of(lives: Sequence[RankRun], alone: First) -> Interference:
 
 
 def gaps(life: RankRun, start: float, stop: float) -> list[float]:
-    """Return the seconds between successive outputs of a rank's requests, if both are between `start` and `stop`."""
+    """Return the seconds between successive outputs of each request, for outputs between `start` and `stop`."""
     return [
         after - before
         for times in life.times.values()
@@ -100,7 +102,7 @@ def gaps(life: RankRun, start: float, stop: float) -> list[float]:
 
 
 def measured(ranks: RankProcesses, pair: Pair, size: Size, backwards: bool = False) -> Stalls:
-    """Run one repeat: on two ranks and on one, the prompt alone, then with decoding requests at each share."""
+    """Run one repeat. On two ranks and on one rank, the prompt runs alone, and with decoding requests at each share."""
     stalls: Stalls = {}
     for world in (2, 1):
         alone = first_of(ranks.run(alone_case(pair, size, world)))
@@ -117,16 +119,18 @@ def first_of(lives: Sequence[RankRun]) -> First:
 
 
 def alone_case(pair: Pair, size: Size, world: int) -> Case:
-    """Return the case of the long prompt on the last rank, in whole chunks, without other requests."""
+    """Return the case in which the last rank runs only the long prompt, in full chunks."""
     long = _long(pair, size, world)
     return Case(_settings(pair, size, world), [RankRequest(LONG, world - 1, long, 2)])
 
 
 def interference_case(pair: Pair, size: Size, world: int, share: float) -> Case:
-    """Return the case of the long prompt with decoding requests. Two ranks: rank 0 decodes all the time and resubmits
-    its requests when they end; rank 1 decodes, takes the prompt, then decodes again. One rank: the other requests are
-    long enough to outlast the prompt, because new ones would queue behind it. Their steps get longer as contexts grow,
-    so one more request follows the prompt, to measure the busy latency at that length.
+    """Return the case of the long prompt with decoding requests.
+
+    With two ranks, rank 0 decodes all the time and resubmits its requests when they end; rank 1 decodes, takes the
+    prompt, then decodes again. With one rank, the other requests are long enough to outlast the prompt, because new
+    requests would queue behind the prompt. Steps get longer as contexts grow, so one more request follows the prompt,
+    to measure the busy latency at the grown contexts.
     """
     prompts = pair.prompts(2 * size.requests, OPENING_TOKENS)
     long = _long(pair, size, world)
@@ -155,9 +159,7 @@ def stalled(repeats: Sequence[Stalls]) -> dict[str, dict[str, float]]:
 
 
 def interference_goals(stalls: Mapping[str, Mapping[str, Any]]) -> list[Goal]:
-    """Return the goals at the default share: a step during prefill over a usual step, and the time to the prompt's
-    first token over that of the prompt alone.
-    """
+    """Return the goals for `median_ratio` and `first_ratio` at the default share."""
     found = []
     for name, stall in stalls.items():
         if name.endswith(f" {DEFAULT_SHARE}"):

@@ -14,7 +14,7 @@ KIB, MIB = 1024, 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class ProcessEntry:
-    """One process. `started` (clock ticks since boot) distinguishes it from a later process with the same pid."""
+    """One process. `started` (clock ticks since boot) distinguishes the process from a later one with the same pid."""
 
     pid: int
     started: int
@@ -23,7 +23,7 @@ class ProcessEntry:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Memory of several processes: the sums of their RSS and of their PSS, which counts shared pages once."""
+    """Memory of several processes: the sum of their RSS, and the sum of their PSS, which counts a shared page once."""
 
     processes: int
     resident_mib: float

@@ -1,11 +1,11 @@
 """Random-weight models with the shapes of real ones, and drafts for them, as folders that any command can load.
 
-If only this process loads them, they can be `sown`: the files have holes in place of matrices, which are generated on
-the device when they are read. That takes seconds, because gigabytes need not be written and read.
+Models that only this process loads can be *sown*: their files have holes in place of matrices, and each matrix is
+generated on the device when it is read. That takes seconds, because gigabytes need not be written and read.
 
-Such a target always chooses the token id after the last one: its head is its embedding shifted by one row, and the
-layers add little. So the correct tokens are known (`oracle_draft.Counting`), with margins larger than any rounding, and
-experts are chosen as evenly as random numbers choose them.
+A random target always chooses the next token id (last id + 1): its head is its embedding shifted by one row, and the
+layers add little. So the correct tokens are known (`oracle_draft.Counting`), with margins larger than any rounding
+error. Experts are chosen as evenly as random numbers choose them.
 """
 
 import json
@@ -92,8 +92,8 @@ class MadeUp(NamedTuple):
 def made_up(
     name: str, layers: int | None = None, device: torch.device | None = None, sow: bool = False
 ) -> Iterator[MadeUp]:
-    """Write the preset `name` to a temporary folder, with `layers` layers or as many as fit. With `sow`, matrices are
-    generated on `device` when they are read; that works only in this process and inside the `with` block.
+    """A context manager: write the preset `name` to a temporary folder, with `layers` layers or, if None, as many as
+    fit. If `sow`, matrices are generated on `device` when read, only in this process and inside the `with` block.
 
     Raises:
         ConfigError: the preset is unknown, or does not fit this machine even with `LEAST_LAYERS` layers.
@@ -115,7 +115,7 @@ def random_prompts(vocab_size: int, count: int, length: int) -> list[list[int]]:
 def write_pair(
     folder: Path, preset: dict[str, Any], layers: int | None, device: torch.device, sow: bool = False
 ) -> MadeUp:
-    """Write a target with the preset's sizes and an EAGLE-3 draft of one layer; with `sow`, without their matrices.
+    """Write a target with the preset's sizes, and an EAGLE-3 draft of one layer. If `sow`, leave out the matrices.
 
     Raises:
         ConfigError: fewer than `LEAST_LAYERS` layers are wanted, or they do not fit this machine.
@@ -150,7 +150,7 @@ def hub_name(name: str) -> str:
 
 
 def _fitting(arch: TargetArch, folder: Path, device: torch.device, sow: bool) -> int:
-    """Return how many layers fit in memory and, unless sown, on the disk, if all are about as large as the last."""
+    """Return how many layers fit in memory and, if not `sow`, on the disk. All layers count as large as the last."""
     memory = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
     room = MEMORY * memory if sow else min(MEMORY * memory, DISK * shutil.disk_usage(folder).free)
     room /= DTYPES[arch.dtype][0].itemsize
@@ -168,10 +168,10 @@ class RandomPiece(NamedTuple):
 
 
 def pieces_of(name: str, shape: tuple[int, ...], number: int, embeds: bool) -> list[RandomPiece]:
-    """Return the runs of random numbers that form matrix `name`. `number` is the count of numbers in the tensors before
-    it. `embeds`: the first tensor, from index 0 on, is an embedding.
+    """Return the runs of random numbers that form matrix `name`. `number` is the count of numbers in all tensors before
+    `name`. `embeds`: the first tensor is an embedding, whose numbers start at index 0.
     """
-    if name == "lm_head.weight" and embeds:  # the embedding shifted by one row: its last row first, then the others
+    if name == "lm_head.weight" and embeds:  # the embedding shifted by one row: its last row, then all other rows
         last, scale = prod(shape) - shape[-1], shape[-1] ** -0.5
         return [RandomPiece(last, shape[-1], scale), RandomPiece(0, last, scale)]
     return [RandomPiece(number, prod(shape), scale_of(name, shape))]
@@ -206,8 +206,8 @@ Named = Sequence[tuple[str, tuple[int, ...]]]
 
 
 def write_tensors(folder: Path, tensors: Named, dice: Dice, ids: Tensor | None = None, sow: bool = False) -> None:
-    """Write `model.safetensors`: random matrices, norms of 1, other vectors of 0, and `ids` as the draft's `d2t`. With
-    `sow`, matrices are holes in the file.
+    """Write `model.safetensors`: random matrices (holes in the file if `sow`), norm weights of 1, other vectors of 0.
+    `ids` are written as the draft's `d2t`.
     """
     header: dict[str, Any] = {}
     end, size = 0, dice.dtype.itemsize
@@ -259,7 +259,9 @@ def sown(folder: Path, device: torch.device) -> Iterator[None]:
 
 
 def scale_of(name: str, shape: tuple[int, ...]) -> float:
-    """Return the scale of a weight's numbers: rows keep their size; outputs added to the residual stream are small."""
+    """Return the scale of a weight's numbers: a product keeps the size of its input; outputs added to the residual
+    stream are small.
+    """
     if name.endswith(EMBEDDING):
         return 1.0
     joins = name.endswith(("o_proj.weight", "down_proj.weight"))

@@ -15,7 +15,7 @@ from typing import Any
 from cluster.tokenizer.tokenizer import BYTE_OF_CHARACTER
 
 BYTE_LEVEL, SENTENCE_PIECE = 151_936, 262_144
-"""Sizes of Qwen's vocabulary, whose tokens may be parts of a character, and of Gemma's, whose tokens are not."""
+"""Sizes of Qwen's and of Gemma's vocabulary. A token of Qwen's may be a part of a character; no token of Gemma's is."""
 STOP = 0
 """The token that ends an output."""
 NAME_OF_STOP = "<|end|>"
@@ -45,7 +45,7 @@ BLOCKS = (
 LETTER_BLOCKS = ((0x4E00, 0x9FA5), (0xAC00, 0xD7A3), (0x00C0, 0x024F), (0x0370, 0x0580), (0x0900, 0x0E7F))
 ONSETS = (*"bcdfghjklmnprstvw", "qu", "st", "tr", "con", "re", "pro")
 RHYMES = (*"aeiou", "ai", "ea", "ou", "er", "or", "an", "en", "al", "on", "it")
-JSON_MARKS = punctuation + 4 * '"",:{}[]'  # JSON's punctuation is more frequent, as in text and code
+JSON_MARKS = punctuation + 4 * '"",:{}[]'  # JSON's punctuation is drawn more often, as it is in text and code
 ENDS = ("", "", *"nstdrlm", "ck", "nd", "nt", "st", "able", "ate", "ed", "er", "ing", "ion", "ity", "ly", "ment")
 
 

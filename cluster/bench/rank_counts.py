@@ -12,7 +12,9 @@ from cluster.bench.streams import page
 
 @dataclass(frozen=True, slots=True)
 class RankCounts:
-    """The counters of one rank. `accepted` counts draft tokens of `drafts` trees; `padded_rows` are padding only."""
+    """The counters of one rank. `drafts` counts trees, `accepted` their accepted draft tokens, `padded_rows` rows of
+    padding.
+    """
 
     requests: int = 0
     tokens: int = 0

@@ -24,8 +24,9 @@ CHUNK_ROWS = 512
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The size of a measurement: `requests` per rank. Prefill interference: a prompt of `long_tokens` with requests
-    that generate `steady_tokens`, at each `prefill_share` of `shares`. Simulated routing: `routed` requests.
+    """The size of a measurement, with `requests` per rank. Prefill interference has a prompt of `long_tokens`, other
+    requests that generate `steady_tokens`, and a run for each `prefill_share` in `shares`. The simulation of routing
+    has `routed` requests.
     """
 
     requests: int = 4
@@ -58,8 +59,9 @@ def settings_of(pair: Pair, requests: int, world: int, **more: object) -> dict[s
 class RankRequest:
     """A greedy request to one data-parallel rank; EOS is ignored.
 
-    `again`: it is resubmitted whenever it ends, as `name#N` with a new number. `alone`: it waits until its rank runs
-    nothing, and the requests behind it wait too. `after`: it waits until the request of that name has ended.
+    `again`: the request is resubmitted whenever it ends, as `name#N` with a new number. `alone`: the request waits
+    until its rank runs nothing; later requests of the rank wait too. `after`: the name of a request that must end
+    before this one starts.
     """
 
     name: str
@@ -73,8 +75,8 @@ class RankRequest:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One run of a gang. It ends when request `until` has ended, or, if `until` is empty, when all requests have. If
-    `device_ms` is not 0, steps run on a simulated device and take that long.
+    """One run of a gang. The run ends when request `until` has ended; if `until` is empty, when all requests have
+    ended. If `device_ms` is not 0, steps run on a simulated device and each takes `device_ms`.
     """
 
     settings: Mapping[str, Any]
@@ -103,9 +105,10 @@ class StepRecord:
 
 @dataclass(slots=True)
 class RankRun:
-    """The record of one rank: its steps; and by request, the submission time, the times of outputs, and the tokens.
+    """The record of one rank: its steps; and by request, the time of submission, the times of outputs, and the tokens.
 
-    `device_gaps`, `device_waits` and `device_sends` are the lists of `SimulatedDevice`; empty without one.
+    `device_gaps`, `device_waits` and `device_sends` are the lists `gaps`, `waited` and `sent` of a `SimulatedDevice`;
+    without a simulated device they are empty.
     """
 
     steps: list[StepRecord] = field(default_factory=list)

@@ -1,9 +1,9 @@
-"""The cost of grammars with vocabularies of real models' sizes: for the first request with a grammar and for later
-ones, in bytes sent to a rank, and in a step of eight requests.
+"""The cost of grammars with vocabularies of real models' sizes: seconds of the first and of a later request with a
+grammar, bytes sent to a rank, and the time of a step of eight requests.
 
-Model and tokenizer are random (`random_models`, `random_vocabulary`). A server answers requests one at a time; plain
-requests alternate with those that have a grammar, so a cost is a difference within one run. Steps run on an engine of
-this process, alternately with and without grammars.
+Model and tokenizer are random (`random_models`, `random_vocabulary`). A server answers requests one at a time. Requests
+without and with a grammar alternate, so a cost is a difference within one run. Steps run on an engine in this process,
+alternately with and without grammars.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ FIELDS: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The vocabulary sizes, the sizes of the model, the number of repeats, and the tokens of a measured answer."""
+    """The vocabulary sizes `ids`, the model's width and layers, the repeats, and the tokens of a measured answer."""
 
     ids: tuple[int, ...] = (BYTE_LEVEL, SENTENCE_PIECE)
     hidden: int = 640
@@ -80,12 +80,12 @@ def show(rows: list[dict[str, Any]]) -> str:
 
 
 def goals(rows: list[dict[str, Any]]) -> list[Goal]:
-    """Return the goals: the time a grammar adds to a request and to a step, and the bytes sent to a rank for one."""
+    """Return the goals: the time that a grammar adds to a request and to a step, and the bytes of a sent grammar."""
     return [goal for row in rows for goal in _goals(row)]
 
 
 def schema_of(count: int, mark: str = "field") -> dict[str, Any]:
-    """Return the schema of an object with `count` members of eleven kinds, named by `mark`."""
+    """Return the schema of an object with `count` members of eleven kinds; their names begin with `mark`."""
     names = [f"{mark}_{at}" for at in range(count)]
     members = {name: FIELDS[at % len(FIELDS)] for at, name in enumerate(names)}
     return {"type": "object", "properties": members, "required": names, "additionalProperties": False}
@@ -137,7 +137,7 @@ def _grammars() -> dict[str, Grammar]:
 
 
 def _asking(mark: str) -> dict[str, dict[str, Any]]:
-    """Return the fields of requests whose grammars no request with another `mark` has, so none is compiled yet."""
+    """Return fields of requests, by grammar. `mark` changes every grammar, so no cache has a grammar of a new mark."""
 
     def tools(*names: str) -> list[dict[str, Any]]:
         given = ({"name": name, "parameters": schema_of(20, f"{mark}_{name}")} for name in names)
@@ -158,7 +158,7 @@ def _asking(mark: str) -> dict[str, dict[str, Any]]:
 
 
 async def _requests(pair: Pair, size: Size) -> dict[str, dict[str, float]]:
-    """Return, by grammar, the seconds that its first request and a later one take more than a plain request."""
+    """Return, by grammar, how many seconds its first and a later request take more than a request without grammar."""
     settings = [f"model={pair.target}", f"speculative_draft_model_path={pair.draft}", "tool_call_parser=hermes"]
     found: dict[str, dict[str, list[float]]] = {}
     with ServerProcess(settings) as server:

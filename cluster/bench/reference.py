@@ -11,7 +11,7 @@ from cluster.bench.runs import EngineRun, Texts
 
 
 class Transformers:
-    """The target run by `transformers`, in the dtype of our engine."""
+    """The target model, run by `transformers`."""
 
     def __init__(self, folder: str, dtype: str, device: str = "cpu") -> None:
         """`dtype` and `device` are torch's names, such as float32 and cpu."""

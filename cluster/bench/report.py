@@ -41,7 +41,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def medians(items: Sequence[Any]) -> dict[str, float]:
-    """Return the median of each field over items of one dataclass, without fields that are None in an item."""
+    """Return the median of each field over items of one dataclass. Fields that are None in any item are left out."""
     values = {own.name: [getattr(item, own.name) for item in items] for own in fields(items[0])}
     return {name: median([float(one) for one in of]) for name, of in values.items() if None not in of}
 

@@ -1,10 +1,10 @@
-"""A simulation of routing policies under a skewed load: ranks in lockstep, so the slowest rank sets a step's time.
+"""A simulation of routing policies under a skewed load. Ranks run in lockstep, so the slowest rank sets a step's time.
 
 It simulates arrivals, routing, first-come-first-served admission, chunked prefill in the steps of decoding requests,
 a radix cache per rank, and an accept length per request. A step's cost is a formula, not a measurement:
 `STEP_S + max over ranks of (ROW_S * rows + KV_S * KV tokens read)`. The requests, their lengths and their accept
-lengths are drawn once per seed, so every policy serves the same load. A policy sees what a router sees: output and
-accept lengths become known only as tokens are generated.
+lengths are drawn once per seed, so every policy serves the same load. A policy knows only what a router knows: output
+and accept lengths show only while tokens are generated.
 """
 
 import random
@@ -28,7 +28,9 @@ FIRST_GUESS = 128.0  # initial value of that average
 
 @dataclass(frozen=True, slots=True)
 class Skew:
-    """The load and the gang. Lengths are in tokens, shares are of requests, odds are acceptance per drafted level."""
+    """The load and the gang. `*_tokens` and `*_output` are lengths in tokens (least, most). `*_share` is a share of the
+    requests. `*_odds` is the probability that a drafted level is accepted.
+    """
 
     ranks: int = 4
     requests: int = 800
@@ -65,8 +67,9 @@ class SimulatedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The figures of one policy: seconds from arrival to the end and to the first token; `imbalance`, the rows of the
-    busiest rank over the mean rows of a rank, in all steps; `prefix_hits`, the share of prompt tokens in a cache.
+    """The figures of one policy. `mean_s` and `p99_s`: seconds from a request's arrival to its end; `*_first_s`: to its
+    first token. `imbalance`: rows of the busiest rank over the mean rows of a rank, summed over steps. `prefix_hits`:
+    the share of prompt tokens found in a radix cache. `total_s`: duration of the simulated run.
     """
 
     policy: str
@@ -108,8 +111,8 @@ def table_of(rows: Sequence[Row]) -> str:
 
 
 def load_of(seed: int, skew: Skew) -> list[SimulatedRequest]:
-    """Return the requests in order of arrival: prompts with shared prefixes of uneven popularity, or a few long ones;
-    outputs are short or long, accept lengths low or high.
+    """Return the requests in order of arrival. Prompts share prefixes of uneven popularity; a few prompts are long.
+    Outputs are short or long, accept lengths low or high.
     """
     draw = random.Random(seed)
     prefixes = [_text(draw, draw.randint(*skew.prefix_tokens)) for _ in range(skew.prefixes)]
@@ -142,7 +145,7 @@ class _Running:
     new: int = 0
 
     def accept_len(self, num_steps: int) -> int:
-        """Return the tokens that the next step commits, bonus included; the job's seed decides, whatever the policy."""
+        """Return the tokens that the next step commits, bonus included. They depend on the seed, not on the policy."""
         depth = 0
         while depth < num_steps and self.levels.random() < self.job.odds:
             depth += 1

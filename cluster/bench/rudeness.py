@@ -15,14 +15,16 @@ from cluster.bench.wire import Reply, connect, head_of, post, read_reply
 CHAT_BYTES = 900_000
 KEYS = 50_000
 SLOW_BODY = 4096  # Content-Length of a slow body
-DRIP_S = 1.0  # seconds between two of its bytes
+DRIP_S = 1.0  # seconds between two bytes of a slow body
 SLOW_LIMIT_S = 60.0
 ABORT_S = (0.004, 0.029)  # a scrape is closed after a time in this range
 
 
 @dataclass(slots=True)
 class AnswerTally:
-    """Counts of answers by status, of answers that are not JSON, of requests without one, of connections we closed."""
+    """Counts of answers by status, of answers that are not JSON, of requests without an answer (`unanswered`), and of
+    connections that the client closed (`left`).
+    """
 
     statuses: dict[int, int] = field(default_factory=dict)
     not_json: int = 0
@@ -43,7 +45,7 @@ class AnswerTally:
 
 
 async def act(name: str, port: int, model: str, count: int) -> AnswerTally:
-    """Do the act `name` `count` times, at most as many at once as `ACTS` says; return the tally."""
+    """Do the act `name` `count` times and return the tally. `ACTS` limits how many run at once."""
     tally = AnswerTally()
     once, at_once = ACTS[name]
     turn = asyncio.Semaphore(at_once or count)

@@ -16,8 +16,8 @@ Texts = Sequence[Sequence[int]]  # prompts or continuations, as token ids
 
 @dataclass(slots=True)
 class EngineRun:
-    """The tokens of each prompt and their cost. `steps` counts verified trees, `accepted` their accepted draft tokens,
-    and `paths[j]` the trees with exactly j accepted draft tokens.
+    """The generated tokens of each prompt, and the cost of the run. `steps` counts verified trees, `accepted` their
+    accepted draft tokens, and `paths[j]` the trees with exactly j accepted draft tokens.
     """
 
     tokens: list[list[int]] = field(default_factory=list)
@@ -38,7 +38,9 @@ class EngineRun:
         return 1.0 + self.accepted / self.steps if self.steps else 1.0
 
     def by_depth(self, levels: int) -> list[float]:
-        """Return, for d from 1 to `levels`, the share accepted at depth d of the trees accepted to depth d - 1."""
+        """Return a share for each depth d from 1 to `levels`: of the trees accepted to depth d - 1, those accepted at
+        d.
+        """
         came = [sum(n for right, n in self.paths.items() if right >= depth) for depth in range(levels + 1)]
         return [ratio(deeper, here) for here, deeper in pairwise(came)]
 
@@ -89,7 +91,7 @@ def run_greedily(engine: Engine, prompts: Texts, new_tokens: int) -> EngineRun:
 
 
 class Steady(NamedTuple):
-    """A run, and the trees that it verified per second of decoding (prefill excluded)."""
+    """A run. `steps_per_second`: the verified trees per second of decoding (prefill excluded)."""
 
     run: EngineRun
     steps_per_second: float
@@ -97,7 +99,7 @@ class Steady(NamedTuple):
 
 def steady_steps(engine: Engine, prompts: Texts, params: Sequence[RequestParams], batch: int) -> Steady:
     """Run prompts in batches of `batch` (at batch 1, only the first half of the prompts) and time their decoding."""
-    # Each batch runs twice, to the first tokens and to the end; the difference is the time of decoding.
+    # Each batch runs twice: until its first tokens, and until its end. The difference is the time of decoding.
     first, whole = EngineRun(), EngineRun()
     for start in range(0, len(prompts) if batch > 1 else len(prompts) // 2, batch):
         part = slice(start, start + batch)

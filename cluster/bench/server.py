@@ -30,13 +30,15 @@ class ServerError(ValueError):
 
 
 class ServerProcess:
-    """A server that is ready on entry; on exit, it and every process that it started are stopped.
+    """A server process. Entering the `with` block waits until the server is ready; leaving it stops the server and
+    every process that the server started.
 
     `ready_s` is the duration of the start. `left` lists processes that outlived the server and had to be killed.
     """
 
     def __init__(self, settings: Sequence[str], config: Path | None = None) -> None:
-        """`settings` are `key=value`, as for `aerie serve --set`; the port is chosen here. `config` None: the demo's.
+        """`settings` are `key=value`, as for `aerie serve --set`; the port is chosen here. Without `config`, the server
+        gets the demo's config.
 
         Raises:
             ConfigError: this installation has no demo config.
@@ -55,7 +57,7 @@ class ServerProcess:
         command = [sys.executable, "-m", "cluster.cli", "serve", "--config", str(self._config)]
         for setting in self._settings:
             command += ["--set", setting]
-        # In its own session, so that Ctrl-C at the terminal does not reach it; it gets only the SIGINT of `_stop`.
+        # In its own session, so that Ctrl-C at the terminal does not reach the server; only `_stop` sends it SIGINT.
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -102,7 +104,7 @@ class ServerProcess:
         return "\n".join(self._said)
 
     def _stop(self) -> None:
-        """Send SIGINT, wait, and kill the processes that are left; they are killed also if Ctrl-C ends the wait."""
+        """Send SIGINT, wait, and kill the processes that are left, even if Ctrl-C ends the wait."""
         process, family = self._process, self.processes()
         grace = 0.0
         try:

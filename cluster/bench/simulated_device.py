@@ -1,7 +1,7 @@
-"""A simulated device that takes a fixed time for each step, to measure the host's work of a rank alone.
+"""A simulated device that takes a fixed time for each step, to measure only the host's work of a rank.
 
-Like a GPU, it runs queued steps asynchronously; reading a step's results waits until the step's time is over. A step's
-inputs are really assembled and sent. Tokens are meaningless; every tree is accepted except for its last level.
+Like a GPU, the device runs queued steps asynchronously; reading a step's results waits until the step's time is over. A
+step's inputs are really assembled and sent. Tokens are meaningless; every tree is accepted except for its last level.
 """
 
 import time
@@ -20,8 +20,9 @@ TOKEN = 7
 
 
 class SimulatedDevice:
-    """Replaces `Programs`. It records, for each step that decodes `full` requests and nothing else, in seconds: `gaps`,
-    the device's idle time before the step; `waited`, the host's wait for the step; `sent`, the host's assembly of it.
+    """Replaces `Programs`. Only steps that decode `full` requests, without prompt chunks, are recorded, in seconds:
+    `gaps`, the device's idle time before the step; `waited`, the host's wait for the step; `sent`, the time in which
+    the host assembles the step's inputs.
     """
 
     checksum = 0
@@ -39,7 +40,7 @@ class SimulatedDevice:
         """Do nothing: there are no captured programs to drop."""
 
     def run(self, order: StepInput, plan: StepPlan, shape: TreeShape) -> "SimulatedOutput":
-        """Assemble and queue a step; return its output, which can be read once its time is over."""
+        """Assemble and queue a step; return its output, which can be read once the step's time is over."""
         began = time.perf_counter()
         inputs, finals = self.assembler.send(order, shape.forced), sum(chunk.final for chunk in order.chunks)
         now = time.perf_counter()
@@ -81,7 +82,7 @@ class SimulatedOutput:
 
 
 class NoScript:
-    """Replaces an `Exchange`: the simulated step makes none of the calls of its script."""
+    """Replaces an `Exchange`, because a simulated step makes no collective calls."""
 
     def begin(self, step: int, calls: Iterable[ScriptCall], counted: bool) -> None:
         """Do nothing."""
@@ -91,7 +92,9 @@ class NoScript:
 
 
 def simulate(rank: Rank, step_s: float, full: int, ahead: bool) -> SimulatedDevice:
-    """Put a simulated device into a rank without followers, and return it; `ahead`: the host runs one step ahead."""
+    """Put a simulated device into a rank without followers, and return the device. `ahead`: the host runs one step
+    ahead of the device.
+    """
     lockstep: Any = rank._lockstep
     lockstep.exchange = NoScript()
     device = SimulatedDevice(lockstep.programs.assembler, step_s, full)

@@ -12,14 +12,14 @@ WARM = 3  # the first steady steps, which are not counted
 
 
 class NotSteadyError(RuntimeError):
-    """The requests ended before there were enough replayed, or enough eager, steady steps."""
+    """The requests ended before there were enough steady steps of the wanted kind, replayed or eager."""
 
 
 @dataclass(slots=True)
 class SteadySteps:
-    """Steady steps of one engine, with one number per step in each list: `phases`, seconds of the device by phase
-    (`StepStats.device_phases`); `walls`, seconds by the host's clock; `contexts`, the mean committed tokens of a
-    request. `tokens` counts all tokens generated in these steps.
+    """Steady steps of one engine. Each list has one number per step: `phases` seconds of the device, by phase
+    (`StepStats.device_phases`); `walls` seconds by the host's clock; `contexts` the mean committed tokens of a request.
+    `tokens` counts the tokens generated in all steady steps.
     """
 
     phases: dict[str, list[float]] = field(default_factory=dict)
@@ -31,8 +31,8 @@ class SteadySteps:
 def steady(engine: Engine, requests: Sequence[Request], count: int, replayed: bool) -> SteadySteps:
     """Run the requests and return `count` steady steps; then abort the requests.
 
-    With `replayed`, only steps replayed as a captured program count; without it, only eager steps. The first `WARM` of
-    them are left out.
+    If `replayed`, only steps replayed as a captured program count, otherwise only eager steps. The first `WARM` such
+    steps are left out.
 
     Raises:
         NotSteadyError: the requests ended before there were `count` such steps.

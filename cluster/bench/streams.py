@@ -44,7 +44,9 @@ class Prompt:
 
 @dataclass(slots=True)
 class ClientStream:
-    """One stream: its own thread writes it, other threads only read it. `heard` is called at every event."""
+    """The state of one stream. The stream's own thread writes it; other threads only read. `heard` is called at every
+    event.
+    """
 
     prompt: Prompt
     text: str = ""
@@ -132,8 +134,8 @@ def run_together(
     look: Callable[[list[ClientStream]], None] | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> list[ClientStream]:
-    """Stream all prompts at once and wait for all streams. `look` is called with the streams repeatedly, and once at
-    the end. A stream that receives nothing for `timeout_s` fails.
+    """Stream all prompts at once and wait for all streams. `look` is called with the streams again and again while they
+    run, and once at the end. A stream that receives nothing for `timeout_s` fails.
     """
     streams = [ClientStream(prompt) for prompt in prompts]
     threads = [threading.Thread(target=s.run, args=(port, model, max_tokens, timeout_s), daemon=True) for s in streams]
@@ -154,7 +156,7 @@ def errors_of(streams: Sequence[ClientStream]) -> list[str]:
 
 
 def first_token_ms(streams: Sequence[ClientStream]) -> float:
-    """Return the median milliseconds to the first token, of the streams that have one."""
+    """Return the median milliseconds to the first token, over the streams that have a token."""
     return median([1000 * stream.first_s for stream in streams if stream.first_s is not None])
 
 

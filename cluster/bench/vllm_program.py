@@ -35,7 +35,7 @@ def repair() -> None:
 
 
 def main() -> None:
-    """Load the model, write a line that it is ready, and answer requests until the input ends."""
+    """Load the model, write a line that says "ready", and answer requests until the input ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # vLLM's prints go to stderr, so that they do not mix with the answers
     from vllm import LLM, SamplingParams

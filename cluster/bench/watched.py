@@ -30,7 +30,9 @@ WIDTH = 4  # number of best tokens to record, for the top-4 figures
 
 @dataclass(frozen=True, slots=True)
 class Glance:
-    """The draft's distribution `[Vd]` in a context, and its `WIDTH` best target ids, with noise and by probability."""
+    """The draft's distribution `[Vd]` in one context. `likely`: the `WIDTH` target ids of highest probability.
+    `coupled`: the `WIDTH` best ids when ranked with the target's Gumbel noise.
+    """
 
     probabilities: Tensor
     coupled: list[int]
@@ -39,7 +41,9 @@ class Glance:
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """One reached `depth` (from 1) of a request: its `seed`, the text position, the target's and the draft's token."""
+    """One `depth` (from 1) that a chain reached: the request's `seed`, the position in the text, the target's `token`,
+    the draft's `proposed` token, and the draft's `glance` in that context.
+    """
 
     seed: int
     position: int
@@ -50,7 +54,7 @@ class Reached:
 
 
 class WatchedRanking:
-    """Ranks like `CoupledRanking`, or by the draft's probability if `alone`; records both rankings."""
+    """Ranks like `CoupledRanking` or, if `alone`, by the draft's probability. Records both rankings in any case."""
 
     def __init__(self, ids: Tensor, alone: bool, sampler: Sampler) -> None:
         """`ids` `[Vd]` are the target's ids of the draft vocabulary."""
@@ -87,7 +91,7 @@ class WatchedDraft:
         self._tokens = torch.zeros(0)
 
     def draft(self, batch: Batch, carried: EagleDraftInput, drawing: PhaseSampling, shape: TreeShape) -> DraftTree:
-        """Draft a chain, and keep the glances of its levels and its tokens until `extend`."""
+        """Draft a chain. Its tokens and the glances of its levels are kept until `extend`."""
         self._ranking.levels = self._levels = []
         tree = self._draft.draft(batch, carried, drawing, shape)
         self._tokens = tree.tokens
@@ -96,7 +100,9 @@ class WatchedDraft:
     def extend(
         self, batch: Batch, accepted: Accepted, features: list[Tensor], draw: SamplingInputs, shape: TreeShape
     ) -> EagleDraftInput:
-        """Record the depths that this step reached, then extend the draft and keep each request's first glance."""
+        """Record the depths that this step's chains reached, then extend the draft and keep each request's first
+        glance.
+        """
         self._note(batch, accepted)
         self._ranking.levels = []
         carried = self._draft.extend(batch, accepted, features, draw, shape)

@@ -15,10 +15,11 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Reply:
-    """The reply to one request. Seconds count from `began`. `status` 0 means no answer, and `error` says why.
+    """The reply to one request. `seconds` and `first_s` count from `began`. If there was no answer, `status` is 0 and
+    `error` says why.
 
-    `first_s` is the time of a stream's first event, `failure` an error event of it. `whole`: the whole body, or the
-    stream up to `[DONE]`, was received.
+    For a stream, `first_s` is the time of the first event, and `failure` is the text of an error event. `whole`: the
+    whole body, or the stream up to `[DONE]`, was received.
     """
 
     began: float = 0.0
@@ -43,7 +44,7 @@ class Reply:
 
 
 def head_of(method: str, path: str, length: int | None = None) -> bytes:
-    """Return the head of an HTTP request; `length` is the number of bytes of a JSON body, if one follows."""
+    """Return the head of an HTTP request. If a JSON body follows, `length` is its number of bytes."""
     lines = [f"{method} {path} HTTP/1.1", f"Host: {HOST}", "Connection: close"]
     if length is not None:
         lines += ["Content-Type: application/json", f"Content-Length: {length}"]
@@ -106,5 +107,5 @@ async def post(port: int, path: str, body: Mapping[str, Any] | bytes) -> Reply:
 
 
 def drive(work: Callable[..., Coroutine[Any, Any, T]], *args: object) -> T:
-    """Run a coroutine function to its end. Meant for a separate process, so that the measuring one is not disturbed."""
+    """Run a coroutine function to its end. Meant for a separate process, to leave the measuring process undisturbed."""
     return asyncio.run(work(*args))

@@ -1,7 +1,8 @@
-"""`aerie bench acceptance`: how many draft tokens the target accepts, on text that neither was trained on.
+"""`aerie bench acceptance`: how many draft tokens the target accepts, on text that neither model was trained on.
 
-It measures accept length at T=0 and T=0.8, and acceptance by depth of a chain at T=1: ranked with the target's Gumbel
-noise, ranked by probability alone, and sum(min(p, q)), the bound of any coupling of target p and draft q.
+It measures accept length at T=0 and T=0.8, and acceptance by depth of a chain at T=1. At T=1 the draft's tokens are
+ranked with the target's Gumbel noise, and in a second run by probability only. Both are compared with sum(min(p, q)),
+the bound of any coupling of the target's distribution p and the draft's distribution q.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from cluster.engine import build_engine
 CHAIN = TreeChoice(5)
 GOALS = {CHAIN: {0.0: 2.8, 0.8: 2.4}, TreeChoice(5, 4, 24): {0.0: 3.3, 0.8: 3.0}}
 GOAL_OF_BOUND = 0.85
-SLACK = 1.25  # slack of a quick run, whose few prompts measure the lengths less exactly
+SLACK = 1.25  # slack of a quick run: its few prompts measure accept lengths less exactly
 TEMPERATURES = (0.0, 0.8)
 
 
@@ -101,7 +102,7 @@ def heading(what: str, result: dict[str, Any]) -> str:
 
 
 def by_depth(pair: Pair, prompts: Texts, new_tokens: int) -> dict[str, Any]:
-    """Measure acceptance of a chain at T=1, ranked with the target's noise and by probability alone, and the bound."""
+    """Measure acceptance by depth of a chain at T=1, ranked with noise and by probability only, and the bound."""
     coupled, reached, ids = _watch(pair, prompts, new_tokens, alone=False)
     likeliest, reached_alone, _ = _watch(pair, prompts, new_tokens, alone=True)
     texts = [[*prompt, *made] for prompt, made in zip(prompts, coupled.tokens, strict=True)]
@@ -142,7 +143,9 @@ def bounds_of(reached: Sequence[Reached], texts: Texts, target: Transformers, id
 
 
 def _watch(pair: Pair, prompts: Texts, new_tokens: int, alone: bool) -> tuple[EngineRun, list[Reached], Tensor]:
-    """Run a recording draft at T=1; return the run, the reached depths within the texts, and the draft vocabulary."""
+    """Run a recording draft at T=1. Return the run, the reached depths (`Reached`), and the ids of the draft
+    vocabulary.
+    """
     engine, draft = watched_engine(pair.config(CHAIN, len(prompts)), alone)
     run = run_together(engine, prompts, [params_of(new_tokens, 1.0, seed) for seed in range(len(prompts))])
     ends = [len(prompt) + new_tokens for prompt in prompts]
@@ -150,7 +153,9 @@ def _watch(pair: Pair, prompts: Texts, new_tokens: int, alone: bool) -> tuple[En
 
 
 def accept_lengths(pair: Pair, size: Size, shapes: Sequence[TreeChoice], say: Say) -> tuple[list[dict[str, Any]], bool]:
-    """Return accept lengths (also by depth) per tree and temperature, and whether tokens equal plain decoding's."""
+    """Return, per tree and temperature, the accept length and the acceptance by depth; and whether all tokens equal
+    those of plain decoding.
+    """
     figures, same, prompts = [], True, pair.prompts(size.prompts, size.prompt_tokens)
     engines = {shape: build_engine(pair.config(shape, size.prompts)) for shape in (PLAIN, *shapes)}
     for temperature in TEMPERATURES:

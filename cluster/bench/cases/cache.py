@@ -1,6 +1,7 @@
-"""`aerie bench cache`: attention over a KV cache in FP8 against a cache in the model's dtype, in turns in one run.
+"""`aerie bench cache`: attention over a KV cache in FP8 against a KV cache in the model's dtype, alternately in one
+run.
 
-It compares one layer: storing the new cells, and attention over a prefix of a given length for each request.
+One layer is measured: it stores the new cells, and computes attention over a prefix of a given length for each request.
 """
 
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from cluster.kv.pool import pool_bytes
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The measured layer, the lengths of prefixes, the model's dtypes, and the turns of each cache."""
+    """The measured layer, the lengths of prefixes, the model's dtypes, and how often each cache is measured."""
 
     layer: LayerGeometry = kernels.LAYER
     prefixes: tuple[int, ...] = (512, 4096)

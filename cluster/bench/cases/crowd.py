@@ -1,4 +1,4 @@
-"""`aerie bench crowd`: kill a rank while streams are open and requests queue, and measure how soon all continue.
+"""`aerie bench crowd`: kill a rank while streams are open and requests queue; measure how soon all requests continue.
 
 At float64, every request must end with the tokens of an undisturbed run (law 1 of docs/architecture.md). Every open
 request must be resubmitted as soon as the new gang serves.
@@ -34,9 +34,9 @@ QUICK = Size(streams=4, queued=12, max_tokens=24, kills=1)
 
 @dataclass(slots=True)
 class KillRound:
-    """One kill. Of the requests `open` at that moment, `resumed` were submitted to the new gang. /health was 200 again
-    `healthy_s` after the kill, and the last request was resumed `resumed_s` after that. `cut` requests failed, and
-    `different` ones got other tokens.
+    """One kill. `open` requests were unfinished at the kill; `resumed` requests were submitted to the new gang. /health
+    answered 200 again `healthy_s` after the kill, and the last request was resumed `resumed_s` after that. `cut`
+    requests failed; `different` requests got other tokens than without a kill.
     """
 
     killed: str
@@ -54,7 +54,7 @@ class KillRound:
 
 
 def measure(size: Size, say: Say) -> dict[str, Any]:
-    """Kill a rank under this load `size.kills` times; return a `KillRound` for each."""
+    """Kill a rank `size.kills` times while streams run; return a `KillRound` for each kill."""
     rounds: list[KillRound] = []
 
     def due(streams: list[ClientStream]) -> bool:
@@ -81,7 +81,7 @@ def measure(size: Size, say: Say) -> dict[str, Any]:
 
 
 class Counter:
-    """Polls the count of resumed streams from the fault on."""
+    """Polls, from the fault on, how many streams have been resumed."""
 
     def __init__(self, port: int, fault: Fault) -> None:
         self.fault = fault
@@ -96,7 +96,9 @@ class Counter:
             self._read(self.fault.seconds)
 
     def settle(self) -> tuple[float | None, int]:
-        """Wait for the end of the fault; return the seconds from healthy to the last resumed stream, and the count."""
+        """Wait until the server is healthy again. Return the seconds from then until the last stream was resumed, and
+        the number of resumed streams. The seconds are None if the server was never healthy again.
+        """
         self.fault.settle()
         if self.fault.seconds is None:
             return None, 0

@@ -1,7 +1,7 @@
 """`aerie demo`: serve the demo pair, stream eight prompts at once, and show the gain of speculation.
 
-It uses the same path as any user: `aerie serve`, HTTP, server-sent events. The server runs twice, with and without
-speculation. The tokens of both are compared, and the medians of their speeds over several rounds.
+Requests take the same path as a user's: `aerie serve`, HTTP, server-sent events. The server runs twice, with and
+without speculation. The tokens of both runs are compared, and the medians of their speeds over several rounds.
 """
 
 import argparse
@@ -40,7 +40,9 @@ PROMPTS = (
 
 @dataclass(slots=True)
 class Side:
-    """The results of one server: rounds of all prompts at once and of the first alone; `left` processes were killed."""
+    """The results of one server. `together`: rounds of all prompts at once. `alone`: rounds of only the first prompt.
+    `left`: how many processes outlived the server and were killed.
+    """
 
     startup_s: float = 0.0
     together: list[list[ClientStream]] = field(default_factory=list)
@@ -68,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve, stream, compare and report. Return 0 if nothing failed and both sides gave the same tokens, else 1.
+    """Serve, stream, compare and report. Return 0 if nothing failed and both servers gave the same tokens, else 1.
 
     Raises:
         ConfigError: no config is given, and this installation has no demo config.
@@ -106,7 +108,7 @@ def _serve_and_stream(title: str, args: argparse.Namespace, settings: list[str])
 
 
 def stream_rounds(port: int, title: str, max_tokens: int, rounds: int) -> Side:
-    """Stream all prompts at once and then the first one alone, `rounds` times, after an unmeasured warm-up."""
+    """After an unmeasured warm-up, stream `rounds` times: all prompts at once, then only the first prompt."""
     model = served_model(port)
     run_together(port, model, PROMPTS, min(WARM_UP_TOKENS, max_tokens))
     side, before = Side(), read_ranks(port)
@@ -180,7 +182,7 @@ def summary_table(result: dict[str, Any]) -> str:
 
 
 def _differences(spec: Side, plain: Side) -> list[dict[str, Any]]:
-    """Compare every round of both sides with the first round without speculation; return where tokens differ."""
+    """Return where the tokens of any round, of either side, differ from the first round without speculation."""
     if not plain.together:
         return []
     truth = [stream.token_ids for stream in plain.together[0]]

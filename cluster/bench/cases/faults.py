@@ -17,7 +17,9 @@ from cluster.bench.streams import Prompt, errors_of, run_together
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The number of streams, tokens per stream, and the rounds: (ingress, faults); a fault is a verb and a victim."""
+    """The number of streams, the tokens per stream, and the rounds, as (ingress, faults). A fault is a verb and a
+    victim, such as "kill rank 0".
+    """
 
     streams: int = 16
     max_tokens: int = 192
@@ -34,7 +36,10 @@ QUICK = Size(
 
 @dataclass(slots=True)
 class FaultRound:
-    """The result of one fault. `unhealthy_s` and `healthy_s` count from the fault; `named` is the blamed rank."""
+    """The result of one fault. `cut` streams failed; `different` streams got other tokens. For `unhealthy_s` and
+    `healthy_s` see `Fault`. `noticed_s` is how long the server took to notice, by its own report. `named` is the rank
+    that the server blames.
+    """
 
     ingress: str
     what: str
@@ -55,7 +60,7 @@ class FaultRound:
 
 
 def measure(size: Size, say: Say) -> dict[str, Any]:
-    """Run every round; return a `FaultRound` for each, and their sums."""
+    """Run every round. Return a `FaultRound` for each fault, and sums over all of them."""
     rounds: list[FaultRound] = []
     for ingress, todo in size.rounds:
         with ServerProcess([*GANG, f"ingress={ingress}"]) as server:
@@ -83,7 +88,9 @@ def prompts_of(count: int) -> list[Prompt]:
 
 
 def one_round(server: ServerProcess, work: StreamLoad, ingress: str, what: str) -> FaultRound:
-    """Open the streams, cause the fault `what` once all have tokens, wait until all have ended, and compare tokens."""
+    """Open the streams, cause the fault `what` once every stream has tokens, wait for the end of all streams, and
+    compare their tokens.
+    """
     fault = Fault(server, what, lambda streams: all(len(s.token_ids) >= OPEN_TOKENS or s.ended for s in streams))
     streams = run_together(server.port, work.model, work.prompts, work.max_tokens, fault.look)
     fault.settle()
@@ -104,7 +111,7 @@ def one_round(server: ServerProcess, work: StreamLoad, ingress: str, what: str) 
 
 
 def slowest(after: Sequence[dict[str, Any]], before: Sequence[dict[str, Any]]) -> str:
-    """Return the rank with the longest time per step, collectives excluded, and its factor over the fastest rank."""
+    """Return which rank took the longest per step, collectives excluded, and how many times longer than the fastest."""
     earlier = {rank["rank"]: rank for rank in before}
     own = {
         r["rank"]: (r["own_seconds"] - earlier[r["rank"]]["own_seconds"])

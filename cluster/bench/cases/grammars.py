@@ -1,10 +1,16 @@
-"""`aerie bench grammars`: the cost of a grammar, and the gain of the tree nodes that it forces, in one run.
+"""`aerie bench grammars`: the cost of a grammar, and the gain of forced nodes, in one run. Forced nodes are nodes of
+the draft tree with the only tokens that the grammar allows.
 
-The same prompts run in four ways: free; held to schemas by token bitmasks alone; with forced nodes where they cost
-little (the default); and with eight forced nodes in every step. Free output has another accept length, so it is
-compared by steps per second. The time to the first token is measured separately and subtracted, because the numbers of
-steps differ. Contenders take turns; ratios are taken within a repeat. Then `cluster.bench.real_sized` measures the cost
-over vocabularies of real models' sizes.
+The same prompts run in four ways:
+
+- free: without a grammar.
+- masks: with a schema, by token bitmasks only.
+- forced: with forced nodes where they cost little (the default).
+- eight: with eight forced nodes in every step.
+
+Free output has another accept length, so steps per second are compared. The time to the first token is measured
+separately and subtracted, because the numbers of steps differ. Contenders take turns; ratios are taken within a repeat.
+Then `cluster.bench.real_sized` measures the cost with vocabularies of real models' sizes.
 """
 
 import json
@@ -39,7 +45,9 @@ NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The size of a measurement: `prompts` of `prompt_tokens` tokens, answers of at most `new_tokens`."""
+    """The size of a measurement: `prompts` of `prompt_tokens` tokens, answers of at most `new_tokens` tokens. `real` is
+    the size of the measurement `real_sized`.
+    """
 
     prompts: int = 8
     prompt_tokens: int = 32
@@ -52,8 +60,8 @@ QUICK = Size(prompts=4, new_tokens=40, repeats=1, real=real_sized.QUICK)
 
 
 def schema_of(names: Sequence[str]) -> dict[str, Any]:
-    """Return the schema of a list of objects with these members: strings, integers and an enum. The list is longer than
-    any answer, so that all requests of a batch run until its end, as free ones do.
+    """Return the schema of a list of objects with these members: strings, integers and an enum. The list must be longer
+    than any answer, so all requests of a batch reach `new_tokens`, as free output does.
     """
     kinds = ({"type": "string", "maxLength": 8}, {"type": "integer", "minimum": 0, "maximum": 999})
     members: dict[str, Any] = {name: kinds[at % 2] for at, name in enumerate(names[:-1])}
@@ -63,7 +71,7 @@ def schema_of(names: Sequence[str]) -> dict[str, Any]:
 
 
 def compiled(pair: Pair, config: EngineConfig, compact: bool) -> list[str]:
-    """Return the schemas, compiled for the pair's vocabulary."""
+    """Return the schemas of all `NAMES`, compiled for the pair's vocabulary."""
     engine = build_engine(config)
     tokenizer, ends = TextTokenizer.load(pair.target), engine.info().eos_token_ids
     worker = Worker(Vocabulary.of(tokenizer, engine.info().vocab_size, ends))
@@ -110,7 +118,7 @@ def _params(size: Size, temperature: float, seed: int, grammar: str | None) -> R
 
 
 def _figures(runs: dict[str, list[Steady]]) -> dict[str, Any]:
-    """Return the figures of all repeats but the first, which is a warm-up."""
+    """Return the figures. The first repeat is a warm-up and is left out."""
     timed = {name: each[1:] for name, each in runs.items()}
     first = {name: each[0].run for name, each in timed.items()}
     accept = {name: run.accept_length for name, run in first.items()}
@@ -129,8 +137,8 @@ def _figures(runs: dict[str, list[Steady]]) -> dict[str, Any]:
 
 
 def goals(result: dict[str, Any]) -> list[Goal]:
-    """Return the goals: steps per second with masks over those without a grammar; the gain in accept length by eight
-    forced nodes for compact output; and those of `real_sized`.
+    """Return the goals: steps per second with masks over steps per second without a grammar; the gain in accept length
+    by eight forced nodes, for compact output; and the goals of `real_sized`.
     """
     found = []
     for row in result["rows"]:

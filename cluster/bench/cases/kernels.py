@@ -1,8 +1,8 @@
-"""`aerie bench kernels`: each kernel that serves on this CPU against its reference implementation in torch, and against
-the machine's ceilings, in turns in one run.
+"""`aerie bench kernels`: each kernel that serves on this CPU against its reference implementation in torch, alternately
+in one run, and against the machine's ceilings.
 
-The possible time is the longer of two: the time to read each input once, and the time of the operations, at the
-machine's rates measured in the same run. Data that fits a cache can be read faster.
+The possible time is the longer of two: the time to read each input once, and the time of the operations. Both are
+computed from the machine's rates, measured in the same run. Data that fits a cache can be read faster.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,7 +33,9 @@ LAYER = LayerGeometry(2048, 32, 8, 64, 8192, 1e-5)  # a layer of a model with a 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The measured layer, the length of prefixes, the numbers of rows, the dtypes, and the turns of each kernel."""
+    """The measured layer, the length of prefixes, numbers of rows, the dtypes, and how often each kernel is
+    measured.
+    """
 
     layer: LayerGeometry = LAYER
     prefix: int = 2048
@@ -46,7 +48,9 @@ QUICK = Size(LayerGeometry(256, 4, 2, 64, 512, 1e-5), prefix=128, rows=(1, 8), r
 
 
 class KernelCase(NamedTuple):
-    """One call of a kernel on some rows, the bytes that it must read, and its floating-point operations."""
+    """One call of a kernel on some rows. `read`: bytes that the call must read. `computed`: its floating-point
+    operations.
+    """
 
     kernel: str
     rows: str
@@ -88,7 +92,9 @@ def measure(size: Size, say: Say = print) -> dict[str, Any]:
 
 
 def turns(own: KernelCase, twin: KernelCase, repeats: int) -> tuple[float, float]:
-    """Return the seconds of one call of each: medians over alternating turns of some milliseconds."""
+    """Return the seconds of one call of `own` and of `twin`, its reference implementation: medians over turns, which
+    alternate and take some milliseconds.
+    """
     own.run(), twin.run()
     calls = max(1, min(200, int(0.005 / max(1e-6, timed(own.run), timed(twin.run)))))
     seconds: tuple[list[float], list[float]] = ([], [])
@@ -106,7 +112,7 @@ def repeated(run: Callable[[], object], calls: int) -> None:
 
 
 def works(size: Size, kernels: Kernels, dtype: torch.dtype) -> Iterator[KernelCase]:
-    """Yield a case for each kernel of a layer. Every implementation gets the same random rows and weights."""
+    """Yield a case for each kernel of a layer. The random rows and weights are the same for any `kernels`."""
     g, each = size.layer, dtype.itemsize
     dice = torch.Generator().manual_seed(0)
 
@@ -147,8 +153,8 @@ def _row_works(
 
 
 def attention_works(size: Size, kernels: Kernels, dtype: torch.dtype, fp8: bool = False) -> Iterator[KernelCase]:
-    """Yield attention cases: decoding, a chain, a tree and a prompt chunk, with prefixes of the same length, over a
-    cache in `dtype` or in FP8.
+    """Yield attention cases: decoding, a chain, a tree and a prompt chunk. All prefixes have the same length. The cache
+    is in FP8 if `fp8`, otherwise in `dtype`.
     """
     g, prefix, dice = size.layer, size.prefix, torch.Generator().manual_seed(3)
     for name, requests, rows in (

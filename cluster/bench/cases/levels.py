@@ -1,6 +1,6 @@
 """`aerie bench levels`: accept length and acceptance by depth of any draft, with trees of three levels.
 
-To compare three trained MTP layers with one layer used three times, run it on both drafts' folders.
+To compare three trained MTP layers with one layer that is used three times, run this bench on each draft's folder.
 """
 
 from dataclasses import asdict

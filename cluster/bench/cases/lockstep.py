@@ -1,8 +1,8 @@
 """`aerie bench lockstep`: the cost of lockstep for data-parallel ranks, and how much one rank slows the others down.
 
 Two ranks run as processes over gloo on loopback, with one torch thread each and without Ray. Every case runs its own
-gang. The cases take turns in every repeat, in reverse order every other time. Figures are medians over the repeats; a
-ratio is taken within a repeat.
+gang. The cases take turns in every repeat, in reverse order in every other repeat. Figures are medians over the
+repeats; a ratio is taken within a repeat.
 
 Steps are captured by default, and a captured step is one phase. So two more gangs, which run every step eagerly,
 measure the draft phase.
@@ -35,8 +35,10 @@ UNEVEN_PADDED = "dp2, uneven, padded"
 
 @dataclass(frozen=True, slots=True)
 class LockstepFigures:
-    """The figures of one gang. Times are medians over steps without prefill in which rank 0 decodes all its requests.
-    `draft_ms` is None if such steps were replayed: the time of the draft phase is then unknown.
+    """The figures of one gang. `step_ms`, `draft_ms` and `agree_share` (the agreement's share of a step) are medians
+    over steady steps: no rank runs prefill, and rank 0 decodes all its requests. `draft_ms` is None if steady steps
+    were replayed, because the time of the draft phase is then unknown. `padded_share` is the share of padding among the
+    rows of all steps.
     """
 
     step_ms: float
@@ -75,7 +77,7 @@ def figures(lives: Sequence[RankRun]) -> LockstepFigures:
     return LockstepFigures(
         step_ms=1000 * median([step[0].seconds for step in steady]),
         draft_ms=None if any(REPLAY in step[0].phases for step in steady) else 1000 * median(drafts),
-        # The rank that arrives last waits for no other rank, so its time is that of the agreement itself.
+        # The rank that arrives last waits for no other rank, so its time is the cost of the agreement itself.
         agree_share=median([ratio(min(s.phases["agree"] for s in step), step[0].seconds) for step in steady]),
         tokens_per_s=sum(len(t) for life in lives for t in life.tokens.values()) / (ended - began),
         padded_share=ratio(padded, padded + target),
@@ -168,7 +170,7 @@ def show(result: dict[str, Any]) -> str:
 
 
 def _cases(pair: Pair, size: Size) -> dict[str, Case]:
-    """Return every case but those of prefill interference. A request has the same prompt in all of them."""
+    """Return every case except those of prefill interference. A request has the same prompt in all cases."""
     prompts = pair.prompts(2 * size.requests, size.prompt_tokens)
 
     def jobs(first: int, second: int = 0, ranks: int = 2) -> list[RankRequest]:

@@ -1,8 +1,8 @@
 """`aerie bench offline`: speculation on and off, and plain decoding against `transformers`, in one run.
 
-Contenders take turns in every repeat, in reverse order every other time, so that a slower machine affects all of them.
-A ratio is taken within a repeat; the median over the repeats is shown. All settings must give the same tokens, or the
-figures are meaningless.
+Contenders take turns in every repeat, in reverse order in every other repeat, so that a slower machine affects all of
+them. A ratio is taken within a repeat; the median over the repeats is shown. All contenders must give the same tokens;
+otherwise the figures are meaningless.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ Work = Callable[[Texts], EngineRun]  # runs prompts as one batch
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The size of a measurement. At batch 1, `alone` prompts run one after another."""
+    """The size of a measurement. At batch 1, only the first `alone` prompts run, one after another."""
 
     prompts: int = 8
     alone: int = 4
@@ -82,7 +82,7 @@ def measure(pair: Pair, size: Size = Size(), say: Say = print) -> dict[str, Any]
 
 
 def run_contenders(pair: Pair, size: Size, shapes: Sequence[TreeChoice], say: Say = print) -> dict[str, Contender]:
-    """Run every contender in every repeat, after a short, unrecorded warm-up of each."""
+    """Warm up each contender once, unrecorded; then run all contenders in every repeat."""
     prompts = pair.prompts(size.prompts, size.prompt_tokens)
     contenders: dict[str, Contender] = {}
     for shape in (PLAIN, *shapes):
@@ -137,8 +137,8 @@ def report(pair: Pair, size: Size, shapes: Sequence[TreeChoice], contenders: dic
 
 
 def goals(result: dict[str, Any]) -> list[Goal]:
-    """Return the demo pair's goals: the best speedup, the share of time outside forwards, and the speed of plain
-    decoding over that of `transformers`.
+    """Return the demo pair's goals for three figures: the best speedup, the share of time outside forwards, and the
+    speed of plain decoding divided by the speed of `transformers`.
     """
     settings = {setting["name"]: setting for setting in result["settings"]}
     found = []

@@ -1,9 +1,10 @@
 """`aerie bench overlap`: the host's work for a step, and how long the device waits for it.
 
-The device is simulated and takes a fixed time for each step, so the figures do not depend on the machine's speed of
-computing. One rank runs alone, then two ranks that agree over gloo on loopback; each with the host a step ahead
-(`overlap`, the default) and without. A device that takes no time shows the host's work with warm caches: a core that
-sleeps between steps loses its caches. Contenders take turns in every repeat; figures are medians over the repeats.
+The device is simulated and takes a fixed time for each step, so the figures do not depend on how fast the machine
+computes. The gangs are one rank, and two ranks that agree over gloo on loopback. Each gang runs with the host one step
+ahead of the device (`overlap`, the default) and without. Another contender is a device that takes no time: it shows the
+host's work with warm caches, because a core that sleeps between steps loses its caches. Contenders take turns in every
+repeat; figures are medians over the repeats.
 """
 
 from collections.abc import Sequence
@@ -39,9 +40,10 @@ QUICK = Size(requests=8, new_tokens=60, repeats=1)
 
 @dataclass(frozen=True, slots=True)
 class OverlapFigures:
-    """Figures of one gang. `step_ms` is the time from one step to the next, the mean over ranks; the others are the
-    maximum over ranks. `host_ms` is that time without the waits for the device and for peers. `parts_ms` is schedule,
-    agree (without peers), assemble and commit. `gap_share` is the share of the time in which the device is idle.
+    """Figures of one gang. `step_ms` is the time from one step to the next, as a mean over ranks; the other figures are
+    maxima over ranks. `host_ms` is the time of a step without the waits for the device and for the agreement of several
+    ranks. `parts_ms` is the time to schedule, assemble and commit a step. `gap_share` is the share of time in which the
+    device is idle.
     """
 
     step_ms: float
@@ -92,7 +94,7 @@ def figures(lives: Sequence[RankRun], size: Size) -> OverlapFigures:
 
 
 def goals(result: dict[str, Any]) -> list[Goal]:
-    """Return the goals of overlapped steps: milliseconds of the host's own work, and the device's idle share."""
+    """Return the goals for the host's work per step, in milliseconds, and for the device's idle share."""
     found = []
     for row in result["rows"]:
         what = f"{row['ranks']} ranks, device of {row['device_ms']:g} ms"

@@ -1,7 +1,8 @@
-"""`aerie bench overload`: send five times as many requests as a server can serve; measure admitted and refused ones.
+"""`aerie bench overload`: send five times as many requests as a server can serve; measure admissions and refusals.
 
 It starts its own `aerie serve` on loopback with few slots, touches no other process, and ends by itself. First, a
-closed loop with one client per slot measures the capacity. Then an open loop sends requests at a fixed rate.
+closed loop with one client per slot measures the capacity: each client sends its next request when its last one has
+ended. Then an open loop sends requests at a fixed rate.
 """
 
 import asyncio
@@ -20,12 +21,14 @@ from cluster.bench.wire import Reply, drive, post
 REFUSAL_S = 0.1  # goal for the p99 of the seconds to a refusal
 GOODPUT = 0.9  # goal for the goodput, as a share of capacity
 WITHIN_TWO = 0.9  # goal for the share of refusals whose Retry-After is within a factor of two of the real wait
-NEAR_S = 2.0  # the real wait is that of requests admitted within this time of the refused one
+NEAR_S = 2.0  # the real wait: median time to first token of admitted requests sent this close to the refused one
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Slots per rank, tokens per request, the bound on waiting, durations (s), and the load as `factor` x capacity."""
+    """Slots per rank, tokens per request, the server's bound on waiting, the durations of the closed loop
+    (`capacity_s`) and of the open loop (`seconds`), and its rate, `factor` x capacity.
+    """
 
     slots: int = 8
     max_tokens: int = 96
@@ -41,7 +44,10 @@ QUICK = Size(max_tokens=48, max_wait_s=4.0, capacity_s=8.0, seconds=20.0, settle
 
 @dataclass(frozen=True, slots=True)
 class One:
-    """The outcome of one request: when it was sent, its status, and times in seconds from then."""
+    """The outcome of one request. `at`: when the request was sent, in seconds from the start of the loop. `seconds` and
+    `first_s`: from then to the end and to the first event. `whole`: the stream was complete and without an error.
+    `said`: the error.
+    """
 
     at: float
     status: int
@@ -68,13 +74,15 @@ def _one(reply: Reply, began: float) -> One:
 
 
 def _body(model: str, number: int, max_tokens: int) -> dict[str, Any]:
-    """Return a request whose prompt begins with `number`. Prompts and outputs have the same lengths in all phases."""
+    """Return the body of a request. Its prompt begins with `number`. All prompts have the same number of characters,
+    all outputs the same number of tokens.
+    """
     prompt = f"{number:07}: once upon a time there was a fox that"
     return {"model": model, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
 
 
 async def closed(port: int, model: str, clients: int, max_tokens: int, seconds: float) -> list[One]:
-    """Run a closed loop of `clients`; each sends its next request when its last one has ended."""
+    """Run a closed loop of `clients` clients for `seconds`; return the outcomes."""
     began = time.perf_counter()
     found: list[One] = []
 
@@ -88,7 +96,7 @@ async def closed(port: int, model: str, clients: int, max_tokens: int, seconds: 
 
 
 async def opened(port: int, model: str, per_s: float, max_tokens: int, seconds: float) -> list[One]:
-    """Run an open loop: send `per_s` requests a second for `seconds`, and return when all have ended."""
+    """Run an open loop: send `per_s` requests a second for `seconds`. Return the outcomes when all have ended."""
     began = time.perf_counter()
     tasks: list[asyncio.Future[Reply]] = []
     while (now := time.perf_counter() - began) < seconds:
@@ -100,7 +108,7 @@ async def opened(port: int, model: str, per_s: float, max_tokens: int, seconds: 
 
 
 def measure(size: Size, say: Say) -> dict[str, Any]:
-    """Measure the capacity, then overload; return both with the figures of `judge`."""
+    """Measure the capacity, then overload the server; return the capacity and the figures of `judge`."""
     settings = [*TWO_RANKS, f"max_running_requests={size.slots}", f"max_queue_wait_s={size.max_wait_s}"]
     with ServerProcess(settings) as server, ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:
         say(f"overload: ready after {server.ready_s:.1f} s")

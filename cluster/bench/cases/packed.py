@@ -1,6 +1,7 @@
 """`aerie bench packed`: matrix products with weights that stay quantised, against dequantised weights, in one run.
 
-The matrix fits no cache, so few rows are bound by memory. Every format takes turns with the dequantised matrix.
+The matrix fits no cache, so products with few rows are bound by memory. For every format, products with the quantised
+and with the dequantised matrix take turns.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from cluster.kernels.quantised import Kind, Quantised
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A matrix of `inputs` by `outputs`, the numbers of `rows` of a product, and the turns of each contender."""
+    """A matrix of `inputs` by `outputs`, the `rows` of each product, and how often each product is measured."""
 
     inputs: int = 4096
     outputs: int = 14336
@@ -29,7 +30,7 @@ class Size:
 
 
 QUICK = Size(512, 1024, (1, 8), 3)
-FORMATS: tuple[tuple[Kind, int, bool], ...] = (  # number format, inputs per group (0: all), whether it has zero points
+FORMATS: tuple[tuple[Kind, int, bool], ...] = (  # number format, inputs per group (0: all), whether with zero points
     ("fp8", 0, False),
     ("fp8", 128, False),
     ("int8", 0, False),
@@ -54,7 +55,7 @@ def measure(size: Size, say: Say = print) -> dict[str, Any]:
 
 
 def drawn(size: Size, kind: Kind, group: int, zeros: bool) -> Quantised:
-    """Return a random matrix of a format."""
+    """Return a random matrix in a format, which has the fields of an entry of `FORMATS`."""
     most = 16 if kind in ("int4", "fp4") else 120  # codes below 120 exclude FP8's NaN
     shape = size.outputs, -(-size.inputs // group) if group else 1
     zero = torch.randint(most, shape).to(torch.uint8) if zeros else None
@@ -86,7 +87,9 @@ def _beside(kernels: Kernels, dense: Weight, matrix: Quantised, dtype: torch.dty
 
 
 def turns(contenders: list[Callable[[], Tensor]], repeats: int) -> list[list[float]]:
-    """Return the seconds of each contender in every turn but the first; every other turn is in reverse order."""
+    """Return the seconds of each contender in every turn; an unrecorded turn comes first. Every other turn is in
+    reverse order.
+    """
     seconds: list[list[float]] = [[] for _ in contenders]
     for turn in range(repeats + 1):
         both = list(zip(contenders, seconds, strict=True))

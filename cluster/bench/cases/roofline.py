@@ -1,12 +1,12 @@
 """`aerie bench roofline`: the time of each phase of a step, against the least possible time on this machine.
 
-The least time is the longer of two: the time to read the phase's data, and the time of its operations, at the rates
-measured in the same run (`demand`, `ceilings`). Steps are measured eagerly, phase by phase, and as captured programs,
-which are one phase each. The model is any folder, or a random model of a real one's shape, with its draft's own accept
-length or a synthetic one. Without the command line: `measure(Pair(target, draft), Size(..))`.
+The least time is the longer of two: the time to read the phase's data, and the time of the phase's operations. Both are
+computed from rates measured in the same run (`demand`, `ceilings`). Eager steps are measured phase by phase; a captured
+step is a single phase. The model is any folder, or a random model with the shape of a real one. The accept length is
+that of the draft, or synthetic. Without the command line: `measure(Pair(target, draft), Size(..))`.
 
-A random model's weights are generated on the device. With `held`, so are its contexts: prompts are found in the prefix
-cache, whose cells are random numbers, and only their last tokens are computed.
+A random model's weights are generated on the device. If `held` is set, so are the KV cells of contexts: the prefix
+cache contains the prompts, with random numbers as cells, and only the prompts' last tokens are computed.
 """
 
 import gc
@@ -34,22 +34,22 @@ from cluster.observability.metrics import DEVICE_PHASES, REPLAY
 from cluster.request import Request
 from cluster.spec.draft import Draft
 
-CHUNK = 2048  # prompt rows of a step before the steady ones
+CHUNK = 2048  # prompt rows of a step, before the steady steps
 SAMPLE_TOKENS = 256  # context length that checking a draft's sample may need
 HELD = 64  # upper bound of the tokens to compute of a prompt whose full pages are in the prefix cache
-GOAL_BATCH, GOAL_CONTEXT = 8, 256  # goals hold from this batch on; goals of shares only up to this context
-GOAL_LINE, GOAL_TREE = 0.70, 0.65  # share of the possible speed: for plain decoding and chains, and for trees
-EQUAL = 0.98  # least speed of captured steps over eager ones; a lower ratio is more than noise
+GOAL_BATCH, GOAL_CONTEXT = 8, 256  # the least batch with goals, and the longest context with a goal for the share
+GOAL_LINE, GOAL_TREE = 0.70, 0.65  # goals for the share of the possible speed: plain decoding and chains, and trees
+EQUAL = 0.98  # least speed of captured steps over eager steps; a lower ratio is more than noise
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Trees, batch sizes, context lengths, and the number of steady `steps` to measure of each.
+    """What to measure: each of `trees` with each batch size and each context length, for `steps` steady steps.
 
-    `accept_length`: the synthetic accept length, limited by the depth of a tree; None: the draft's own. `shape`: a
-    preset of `random_models` in place of folders, with `layers` layers (None: all that fit). `captured`: the capture
-    settings to measure in turn. `held`: contexts of a `shape` are random, not computed. `padded`: captured steps are
-    padded to `batches`, for which programs are captured at start.
+    `accept_length` is the synthetic accept length, limited by the depth of a tree; if None, the draft's own tokens
+    count. `shape` is a preset of `random_models`, measured instead of folders, with `layers` layers; if `layers` is
+    None, with all that fit. `captured` lists the capture settings to measure. `held`: contexts of a `shape` are random,
+    not computed. `padded`: captured steps are padded to `batches`, for which programs are captured at start.
     """
 
     trees: tuple[TreeChoice, ...] = (PLAIN, TreeChoice(3), TreeChoice(5, 8, 32))
@@ -69,7 +69,9 @@ QUICK = Size(batches=(1, 8), contexts=(64,), steps=6)
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The measured folders, and for a random model its shape, and its number of layers out of `full`."""
+    """The measured folders. For a random model, also its preset `shape`, its number of `layers`, and the `full` number
+    of layers of the preset.
+    """
 
     pair: Pair
     shape: str | None = None
@@ -88,14 +90,15 @@ class Measured(NamedTuple):
 
 
 Note = Callable[[dict[str, Any]], None]
-"""A callback for every figure as soon as it is measured; its share uses the rates measured at the start."""
+"""A callback that gets every figure as soon as it is measured, with a share computed from the rates at the start."""
 
 
 def measure(pair: Pair, size: Size, say: Say = print, note: Note | None = None) -> dict[str, Any]:
     """Measure all trees, batches and contexts; return the figures, JSON-ready.
 
     Raises:
-        ConfigError: the shape is unknown, no tree can have the accept length, or `layers` or `held` lack a shape.
+        ConfigError: the shape is unknown, no tree can have the accept length, or `layers` or `held` is set without a
+            shape.
     """
     trees = size.trees if pair.draft or size.shape else (PLAIN,)
     deepest = max(tree.num_steps for tree in trees)
@@ -157,11 +160,12 @@ def _of_engine(
     size: Size,
     skipped: dict[str, str],
 ) -> Iterator[Measured]:
-    """Yield the steady steps of one engine at every context and batch. `what` is its tree and whether it captures
-    steps. If steps cannot be captured, the reason goes to `skipped`.
+    """Yield the steady steps of one engine at every context and batch. `what` is the engine's tree, and whether the
+    engine captures steps. Steps that cannot be captured are left out, and the reason goes to `skipped`.
 
     Raises:
-        ConfigError, NotSteadyError: an engine without capture cannot be built, or gave too few steps.
+        ConfigError: an engine without capture cannot be built.
+        NotSteadyError: an engine without capture gave too few steps.
     """
     tree, captured = what
     held = [request.prompt_token_ids for each in asked.values() for request in each] if size.held else []
@@ -197,7 +201,7 @@ def subject_of(pair: Pair, size: Size, say: Say) -> Iterator[Subject]:
 
 
 def most_new(size: Size) -> int:
-    """Return how many tokens a request may generate, those during the other requests' prefill included."""
+    """Return how many tokens a request may generate, including those that it generates during others' prefill."""
     computed = HELD if size.held else max(size.contexts)
     prompts = -(-max(size.batches) * computed // CHUNK) + 1
     return (prompts + WARM + size.steps + 2) * (max(tree.num_steps for tree in size.trees) + 1)
@@ -224,7 +228,9 @@ def config_of(pair: Pair, tree: TreeChoice, size: Size, captured: bool = False) 
 
 
 def rows_of(measured: Measured, itemsize: int, best: Ceilings) -> Iterator[dict[str, Any]]:
-    """Yield the figures of each phase, of all phases together, and of the step by the host's clock."""
+    """Yield the figures of each phase, of all phases together (eager steps only), and of the whole step by the host's
+    clock.
+    """
     tree, batch, captured, steps, models = measured
     context = mean(steps.contexts)
     demand = step_demand(models, batch, context, itemsize)
@@ -256,8 +262,8 @@ def _figure(forwards: list[Demand], seconds: float, best: Ceilings) -> dict[str,
 
 
 def _asked(subject: Subject, loaded: Loaded, size: Size) -> dict[int, list[Request]]:
-    """Return the requests of each context, as many as the largest batch, with distinct seeds from 0 on. Prompts are
-    held-out text if the folder has a tokenizer, else random ids.
+    """Return, by context, requests for the largest batch, with distinct seeds from 0 on. Prompts are held-out text if
+    the folder has a tokenizer, otherwise random ids.
     """
     count, new = max(size.batches), most_new(size)
     readable = subject.shape is None and (Path(subject.pair.target) / "tokenizer.json").is_file()
@@ -276,7 +282,9 @@ def _asked(subject: Subject, loaded: Loaded, size: Size) -> dict[int, list[Reque
 
 
 def _truth(subject: Subject, loaded: Loaded, asked: dict[int, list[Request]], size: Size) -> Truth:
-    """Return the correct continuations: known for a random target, generated by plain decoding for any other."""
+    """Return the correct continuations. A random target's are known; another target's are generated by plain
+    decoding.
+    """
     if subject.shape is not None:
         return Counting(loaded.vocab_size)
     engine, _ = loaded.engine(config_of(subject.pair, PLAIN, size))
@@ -293,7 +301,7 @@ def _truth(subject: Subject, loaded: Loaded, asked: dict[int, list[Request]], si
 
 
 def _wrap(truth: Truth | None, size: Size, loaded: Loaded) -> Wrap | None:
-    """Return the wrapper that puts an oracle draft in place of a draft, or None if the draft's own tokens count."""
+    """Return a function that replaces a draft by an oracle draft; None if the draft's own tokens count."""
     if truth is None or size.accept_length is None:
         return None
     wanted, known = size.accept_length, truth
@@ -310,8 +318,8 @@ def _device_name(device: torch.device) -> str:
 
 
 def goals(result: dict[str, Any]) -> list[Goal]:
-    """Return the demo pair's goals on a CPU, for batches from `GOAL_BATCH` on: the share of the possible speed that
-    captured steps reach at short contexts, and their speed over eager steps at every context.
+    """Return the demo pair's goals on a CPU, for batches of at least `GOAL_BATCH`. Captured steps must reach a share of
+    the possible speed at short contexts, and about the speed of eager steps at every context.
     """
     steps = [one for one in result["figures"] if one["phase"] == "step" and one["batch"] >= GOAL_BATCH]
     if result["device"] != "cpu":

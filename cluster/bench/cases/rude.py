@@ -1,10 +1,11 @@
 """`aerie bench rude`: do abusive clients disturb ordinary streams?
 
 Eight streams of an `aerie serve` on loopback are read all the time. After a quiet phase, another process does one kind
-of abuse after the other. It runs in its own session, because Linux shares processors among sessions (autogroups): in
-the readers' session it would take their share. Each phase reports the longest pause between two events of any stream,
-and the number per minute of pauses above 0.1 s, because the longest pause grows with the length of a phase. The quiet
-phase is the baseline without load; the phase of ordinary requests is the baseline of grammars, with as many at once.
+of abuse per phase. The abusing process runs in its own session, because Linux shares processors among sessions
+(autogroups): in the readers' session it would take their share. Each phase reports the longest pause between two events
+of any stream. It also reports the pauses above 0.1 s per minute, because the longest pause grows with the length of a
+phase. The quiet phase is the baseline without load. Phases with hostile grammars are compared with a phase of ordinary
+requests, with the same number of requests at once.
 """
 
 import json
@@ -33,7 +34,9 @@ OPEN_TOKENS = 4  # every stream has this many before the first phase
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The number of streams, the tokens after which each is opened again, and the count of each of the `ACTS`."""
+    """The number of streams, the tokens after which a stream ends and is opened again, the seconds of the quiet phase,
+    and how often each of the `ACTS` is done.
+    """
 
     streams: int = 8
     max_tokens: int = 2048
@@ -46,8 +49,9 @@ QUICK = Size(quiet_s=5.0, times=(50, 16, 8, 50, 100, 80, 40))
 
 @dataclass(slots=True)
 class Phase:
-    """A phase with one kind of abuse, or none. `pauses` has the longest pause of each stream, in seconds; `long` counts
-    the pauses of all streams above `LONG_S`; `cut` counts failed streams.
+    """A phase: `what` kind of abuse, or none, done `count` times. `pauses` has the longest pause of each stream, in
+    seconds. `long` counts pauses above `LONG_S` of all streams, `cut` failed streams. `replaced`: a rank, the gang or
+    the replica was replaced.
     """
 
     what: str
@@ -66,8 +70,8 @@ class Phase:
 
     @property
     def failed(self) -> bool:
-        """Whether a stream failed, a process was replaced, or an answer was missing, not JSON, or a server error other
-        than 503 (full). The length of pauses is a goal (`goals`).
+        """Whether the phase failed: a stream failed, a process was replaced, an answer was missing or not JSON, or a
+        server error was not 503 (full). Long pauses are judged by `goals` instead.
         """
         broken = any(status >= 500 and status != 503 for status in self.tally.statuses)
         rude = self.tally.not_json or self.tally.unanswered or broken
@@ -75,7 +79,7 @@ class Phase:
 
 
 class Listener:
-    """A client that reads one stream after another, in a thread of its own."""
+    """A client with a thread of its own, which reads streams, one after another."""
 
     def __init__(self, port: int, model: str, prompt: Prompt, max_tokens: int) -> None:
         self._port, self._model, self._max_tokens = port, model, max_tokens

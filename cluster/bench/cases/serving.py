@@ -18,7 +18,7 @@ GOAL_START_S = 25.0
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The number of server starts, and the rounds per start and the tokens per stream."""
+    """The number of server starts, the rounds of streams per start, and the tokens per stream."""
 
     starts: int = 3
     rounds: int = 5
@@ -30,7 +30,9 @@ QUICK = Size(starts=1, rounds=1, new_tokens=32)
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """One start of the server: seconds to ready and to the first complete answer, memory, and streams by round."""
+    """One start of the server: seconds until it was ready and until its first complete answer, its memory, and the
+    streams of each round. `by_process` has the memory of each process.
+    """
 
     ready_s: float
     answered_s: float

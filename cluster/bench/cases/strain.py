@@ -25,7 +25,9 @@ PATIENCE_S = 900.0  # timeout of a client, because a first token may take minute
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The streams and their tokens, the length of one more, long prompt, the number of busy loops, and the rounds."""
+    """The number of streams, their tokens and prompt length, the length of one more, long prompt, the number of busy
+    loops, and the rounds.
+    """
 
     streams: int = 8
     max_tokens: int = 24
@@ -40,7 +42,10 @@ QUICK = Size(streams=4, max_tokens=8, long_prompt_tokens=400, rounds=(NO_FAULT, 
 
 @dataclass(slots=True)
 class StrainRound:
-    """The result of one round. `unhealthy_s` and `healthy_s` count from the moment the rank was stopped."""
+    """The result of one round. `asked` requests were sent; `answered` of them got an answer. `losses` counts lost
+    gangs. `unhealthy_s` and `healthy_s` count from the moment when the rank was stopped. `named` is the rank that the
+    server blames.
+    """
 
     what: str
     answered: int = 0
@@ -61,7 +66,9 @@ class StrainRound:
 
 
 def measure(target: str, dtype: str, size: Size, say: Say) -> dict[str, Any]:
-    """Run every round on one server of the model in folder `target`, without a draft; return a `StrainRound` each."""
+    """Run every round on one server of the model in folder `target`, without a draft. Return a `StrainRound` for each
+    round.
+    """
     pair = Pair(target)
     short = pair.texts(size.streams, size.prompt_tokens)
     longs = pair.texts(len(size.rounds), size.long_prompt_tokens)  # one per round, so that none is in the radix tree
@@ -78,7 +85,9 @@ def measure(target: str, dtype: str, size: Size, say: Say) -> dict[str, Any]:
 
 
 def one_round(server: ServerProcess, size: Size, short: list[str], long: str, what: str) -> StrainRound:
-    """Open all streams, stop the rank once each short prompt has a token, and wait until all streams have ended."""
+    """Open all streams; once each short prompt has a token, stop the rank if `what` says so; wait until all streams
+    have ended.
+    """
     prompts = [Prompt(text, 0.0, i) for i, text in enumerate([*short, long])]
     watch = Pauses(len(prompts))
     fault = Fault(server, what, lambda streams: what != NO_FAULT and all(s.token_ids or s.ended for s in streams[:-1]))
