@@ -16,13 +16,13 @@ from cluster.attention.bias import MASKED
 from cluster.kv.page_table import PageTable
 
 LARGE = 1 << 24
-"""If the cells of all requests have this many bytes in one layer, requests are read one by one. If there are fewer, a
-copy of all requests stays in the CPU's caches, and one call is faster than many. From 32 MB on, the copy alone takes
-four times as long as attention, because each call then gets new memory from the operating system."""
+"""If the cells of all requests have this many bytes or more in one layer, requests are read one by one. A smaller copy
+of all requests stays in the CPU's caches, and one call is faster than many. From 32 MB on, the copy alone takes four
+times as long as attention, because each call then gets new memory from the operating system."""
 LONG = 1 << 22
-"""A request with this many bytes in one layer is read in pieces instead of copied, unless its slots are one run."""
+"""A request of several runs with this many bytes or more in one layer is read in pieces instead of copied."""
 RUN = 1 << 18
-"""A run of slots with this many bytes is read in place, as a piece. Shorter runs are copied together with their
+"""A run of slots with this many bytes or more is read in place, as a piece. Shorter runs are copied together with their
 neighbours, which costs less than separate matrix products."""
 
 

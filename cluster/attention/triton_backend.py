@@ -182,9 +182,8 @@ class TritonAttention:
         return blocks_of(self._pool, self._value_dim, lines, text)
 
     def _splits(self, programs: int) -> int:
-        """Return the number of splits of a prefix, so that `programs` programs times that keep all processors busy.
-
-        The number is a power of two, because the kernel is compiled for each value.
+        """Return into how many splits to cut a prefix: enough that `programs` programs per split keep all processors
+        busy. The number is a power of two, because the kernel is compiled for each value.
         """
         wanted = max(1, 2 * self._processors // max(1, programs))
         return min(MOST_SPLITS, 1 << wanted.bit_length() - 1)

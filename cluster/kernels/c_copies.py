@@ -1,4 +1,4 @@
-"""C kernels that replace torch operators that copy rows, in captured programs on a CPU (tapes).
+"""C kernels in place of torch operators that copy rows, in captured programs on a CPU (tapes).
 
 A torch operator takes 5 to 10 microseconds for a few rows, and a step has about thirty of them.
 """

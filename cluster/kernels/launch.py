@@ -33,5 +33,5 @@ def whole(size: int, least: int = 16) -> int:
 
 
 def warps(block: int, each: int = 128) -> int:
-    """Return the warps of a program for a block of `block` numbers, a power of two: one for `each` numbers, 1 to 32."""
+    """Return the number of warps for a block of `block` numbers (a power of two): one per `each` numbers, 1 to 32."""
     return max(1, min(32, block // each))

@@ -1,7 +1,7 @@
 """The base class of draft models: layers that may read the embedding again, vocabulary map, embedding, head.
 
 There are two entry points. `fuse_aux` turns the target's hidden states into the draft's hidden; `forward` runs the
-layers on that. Callers choose between them explicitly, never by the width of a tensor.
+layers on the draft's hidden. Callers choose between them explicitly, never by the width of a tensor.
 """
 
 from abc import ABC, abstractmethod

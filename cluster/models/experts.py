@@ -111,7 +111,7 @@ class Experts:
         return common if self.shared_gate is None else common * self.shared_gate(rows).sigmoid()
 
     def run(self, rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        """Run each expert of this rank once, on the rows that chose it; return their weighted sum, `[T, H]`.
+        """Run each expert of this rank once, on the rows that chose it; return each row's weighted sum, `[T, H]`.
 
         `weights` and ids `experts` are `[T, k]`. The terms of a row are added in order of expert ids.
         """

@@ -78,7 +78,7 @@ class Loader(WeightLoader):
         cell, name = sizes.kv_rank + sizes.rope, f"{prefix}.kv_a_proj_with_mqa"
         kv_down = in_order(self.matrix(f"{name}.weight", cell, columns), lambda order: half_split(order, 1, sizes.rope))
         kv_down_bias = half_split(self.take(f"{name}.bias", cell), 1, sizes.rope) if g.attention_bias else None
-        # `kv_b_proj` holds (key, value) rows of each head; attention uses the two halves apart (absorbed form).
+        # `kv_b_proj` holds (key, value) rows of each head; in absorbed form, attention uses keys and values separately.
         both = sizes.nope + sizes.value
         up = self.take(
             f"{prefix}.kv_b_proj.weight", g.heads * both, sizes.kv_rank, rows=(own * both, (own + heads) * both)

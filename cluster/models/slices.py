@@ -22,7 +22,7 @@ from cluster.config import ConfigError
 Index = tuple[slice | int, ...]
 CPU = torch.device("cpu")
 PART = 8 << 20  # bytes that a thread reads at once; also the size of a pinned buffer
-THREADS = 4  # reading threads: as many as a disk, or copying from the page cache, can use
+THREADS = 4  # reading threads: enough to keep a disk, or copies from the page cache, busy
 SHORT = 4096  # bytes; shorter pieces are read together with the bytes between them, which the disk reads anyway
 
 

@@ -1,7 +1,7 @@
 """Logit adjustments that requests ask for: penalties, biases, allowed tokens, bad words, a minimum length.
 
 Penalties depend on all tokens before a row, so each node of a tree has its own (law 1). A table on the device counts
-the committed tokens of each request; the tokens of a node's path are added to its counts when its logits are adjusted.
+the committed tokens of each request. When a node's logits are adjusted, the tokens of its path are counted too.
 
 Adjustments are applied in the order of transformers and vLLM: bias, repetition, frequency, presence, then bans.
 Legend: R requests, n rows of each, V token ids, D tokens of a path, M bad words of at most L tokens.

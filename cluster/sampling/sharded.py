@@ -67,7 +67,7 @@ class ShardedHead(NamedTuple):
         return [*asked, ("compare", proposed(top, self.columns) + 1)]
 
     def ranking(self) -> list[tuple[str, int]]:
-        """Return the calls that count how many tokens are at least as likely as a given one."""
+        """Return the calls that count the tokens that are at least as likely as a given token."""
         return [*([("spread", 1)] if self.wide else []), ("highest", 1), ("add", 1)]
 
 
@@ -87,7 +87,7 @@ class ShardedRows:
         return self._shards.highest(own.double()).to(self._inverse.dtype)
 
     def kth(self, rank: Tensor) -> Tensor:
-        """Search by count: `columns - rank` logits may lie below; see `LogitRows.kth`."""
+        """Search by count: `columns - rank` logits may be below the result; see `LogitRows.kth`."""
         return self._found(self._columns - rank, lambda _: None)
 
     def weigh(self, top: Tensor, kth: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ class ShardedRows:
         return self._total
 
     def reaching(self, needed: Tensor) -> Tensor:
-        """Search by mass: `total - needed` may lie below; see `LogitRows.reaching`."""
+        """Search by mass: the mass `total - needed` may be below the result; see `LogitRows.reaching`."""
         return self._found(self._total - needed, self._mass)
 
     def _mass(self, block: slice) -> Tensor:

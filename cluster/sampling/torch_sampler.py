@@ -66,7 +66,7 @@ class Sampler(Protocol):
         self, values: Tensor, draws: Sequence[SamplingInputs], least: Tensor | None, count: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the `count` best scores and their columns, `[T, count]` each, and the log-sum-exp over the v columns,
-        `[T, 1]`. For a shard of a vocabulary: shards merge these into log-probabilities.
+        `[T, 1]`. The shards of a vocabulary merge these into log-probabilities.
 
         If `draws` is empty, the lower column comes first in a tie, and the bits of a row do not depend on the number of
         rows.

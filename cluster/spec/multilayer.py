@@ -5,9 +5,9 @@ runner i - 1 passed on at label q - 1. If the format is `chained`, a runner pass
 its input, so that runner i reads the target's hidden at q - i.
 
 In training, the row of layer i that reads token q + 1 has position q - i. Here its position is q, so that all runners
-read the same token at the same label and share slots. Hence runner i has no rows at labels below i, and attention masks
-these labels. The hidden that a runner passes on is kept by slot, in a buffer beside the runner's pool. Chunked prefill,
-cached prefixes and retraction need no other state.
+read the same token at the same label and share slots. Hence rows of runner i at labels below i are not valid, and
+attention masks them. The hidden that a runner passes on is kept by slot, in a buffer beside the runner's pool. Chunked
+prefill, cached prefixes and retraction need no other state.
 
 Legend: R requests, K topk, S depth, H draft width, T rows.
 """

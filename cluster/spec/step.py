@@ -145,8 +145,8 @@ class Step:
         return self._sampler.noise(seeds, first, count, hashes, dtype)
 
     def _scores(self, prompt: PromptBatch, scored: Tensor, hidden: Tensor) -> Scores:
-        """Return log-probabilities and ranks of the tokens after prompt rows `scored` `[q]`; `hidden` `[c, H]` is that
-        of all prompt rows.
+        """Return log-probabilities and ranks of the tokens after prompt rows `scored` `[q]`; `hidden` `[c, H]` has all
+        prompt rows.
         """
         columns = self._target.logits(hidden.index_select(0, scored))
         return scores(columns, prompt.next_ids.index_select(0, scored), self._sampler)

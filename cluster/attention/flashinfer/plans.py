@@ -27,7 +27,7 @@ from cluster.kernels.launch import launch
 from cluster.kv.page_table import PageTable
 
 LISTING = 128  # pages of a request that one program lists
-KEPT = 16  # plans in a set, unless the current step needs more
+KEPT = 16  # the most plans of a set; it has more only if the current step needs more
 
 
 class ForwardKey(NamedTuple):
@@ -182,7 +182,7 @@ class RunnerPlans:
         self.reader.plan(plan.wrapper, work)
 
     def _list(self, plan: WrapperPlan, rows: Tensor) -> None:
-        """Write the current pages of table rows `rows`, of which the first are the plan's requests, to `listed`."""
+        """Write the current pages of the plan's requests to `listed`. Their table rows are the first of `rows`."""
         pages = self._table.device_pages
         grid = plan.requests, -(-plan.pages // LISTING)
         launch(gpu.list_pages, grid, pages, rows, plan.starts, plan.listed, pages.stride(0), BLOCK=LISTING)

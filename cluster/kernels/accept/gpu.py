@@ -20,7 +20,7 @@ def accept(
     BLOCK: tl.constexpr,
 ):
     """Walk down one tree of `nodes` nodes per program: from a node to the child whose token the target chose there,
-    `chosen` `[R, nodes]`. A node that is its own parent is padding.
+    `chosen` `[R, nodes]`. Padding nodes are their own parents.
 
     Writes `path` and `taken` `[R, WIDE]` (the nodes, and the token chosen after each), `lens` `[R]` (how many entries
     are valid) and `bonus` `[R]` (the last valid token). Rows of `tokens` and `parents` are at their strides.

@@ -84,7 +84,7 @@ def best_of_part(
     BLOCK: tl.constexpr,
 ):
     """Write the `COUNT` highest scores of one part of a row of `logits` `[T, columns]`: `values` and `ids`
-    `[T, parts, COUNT]`. With `SUMMED`, also write m = max score and sum exp(score - m) to `sums` `[T, parts, 2]`.
+    `[T, parts, COUNT]`. If `SUMMED`, also write m = max score and sum exp(score - m) to `sums` `[T, parts, 2]`.
 
     Scores are logits. If `NOISY`, they are logits * `inverse` `[T]` + noise * `scale` `[T]`, with noise under `keys`
     `[T]` for `hashes` `[columns]`. If `FILTERED` too, tempered logits below `least` `[T]` are lowered by `far`.

@@ -2,7 +2,7 @@
 
 A CUDA graph holds the numbers and addresses of the plan that it was captured with; at replay it reads the memory at
 these addresses. So a new plan can replace that plan if all attributes that `run` reads are equal. The lists below come
-from the source of one version of FlashInfer; a test compares them with `tests/flashinfer/signatures.json`, "read".
+from the source of one version of FlashInfer; a test compares them with "read" in `tests/flashinfer/signatures.json`.
 """
 
 from collections.abc import Iterable
