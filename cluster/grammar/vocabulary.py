@@ -112,13 +112,13 @@ class Vocabulary:
             return b""
         first_byte = self.tokens[int(words[0]) * WORD_BITS + _lowest_bit(row[words[0]])][:1]
         if not first_byte or (row & self._row_without(first_byte)).any():
-            return b""  # the common case: two allowed tokens differ in their first byte, so nothing else needs a look
+            return b""  # the common case: two allowed tokens differ in their first byte, so no other check is needed
         ranks = self._ranks[ids_in(row)]
         last: bytes = self.tokens[self._order[ranks.max()]]
         if last.startswith(SPECIAL) and len(last) > 1:
             return b""
-        # Tokens are compared in sorted order. A prefix of `last` decides nothing; the first other token bounds the
-        # common prefix.
+        # Tokens are compared in sorted order. A token that is a prefix of `last` is skipped; the first other token
+        # bounds the common prefix.
         while len(ranks):
             first: bytes = self.tokens[self._order[ranks.min()]]
             if not last.startswith(first):
