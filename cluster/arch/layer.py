@@ -179,7 +179,7 @@ def geometry_of(
 
 
 def sliding(keys: ConfigKeys, count: int, default: list[bool]) -> list[bool]:
-    """Return which of `count` layers have a sliding window: from `layer_types` if the config has it, else `default`.
+    """Return which of `count` layers have a sliding window: from `layer_types`, or `default` without this key.
 
     Raises:
         ConfigError: the list has another length, or a type that is neither full nor sliding attention.

@@ -65,8 +65,8 @@ START, END = Ref("^"), Ref("$")  # anchors, kept by `read` and removed by `plain
 
 @dataclass(frozen=True, slots=True)
 class Look(Ref):
-    """A lookahead: the rest must begin with `part` or, if `negated`, must not. `read` makes these nodes; `plain`
-    refuses them.
+    """A lookahead: the rest of the text must begin with `part` or, if `negated`, must not begin with `part`. `read`
+    returns such nodes; `plain` returns None if there are any.
     """
 
     part: Node
@@ -296,7 +296,8 @@ class _Reader:
             raise self._wrong(rf"\p{{{name[:40]}}} is not supported; known are {known}")
         self.at += len(name) + 4
         # An output must not hold a character that another Unicode version would reject. So \P, or \p in a negated
-        # class, also excludes the characters that have the property only in some version (`possible`).
+        # class, also excludes the characters that have the property only in some version (`possible`). \P in a negated
+        # class excludes nothing: like \p, it admits only `sure`.
         members = found.possible if without != negated else found.sure
         return complement(members) if without else members
 

@@ -1,4 +1,4 @@
-"""JSON objects as grammars: declared properties in the order of their declaration, then additional ones."""
+"""JSON objects as grammars: declared properties in the order of their declaration, then undeclared properties."""
 
 import re
 from collections.abc import Callable, Collection
@@ -135,7 +135,11 @@ def _keyed(
 
 
 def _plain_names(choices: list[Schema]) -> list[Schema]:
-    """Return the plain schemas of names; raise if one of them is not enforced."""
+    """Return `choices`, which are plain schemas of names.
+
+    Raises:
+        GrammarError: a schema has a keyword that is not enforced.
+    """
     for choice in choices:
         if choice.get("type") not in ("string", ["string"]) or choice.keys() - NAMED_BY - {EXCLUDED}:
             raise GrammarError(

@@ -95,7 +95,9 @@ class SchemaReader:
         return found
 
     def _conditional(self, schema: Schema, path: str) -> list[Schema]:
-        """Return plain schemas of `if`, `then`, `else`: either `if` and `then` hold, or `if` fails and `else` holds."""
+        """Return plain schemas of `if`, `then` and `else`: a value satisfies `if` and `then`, or it fails `if` and
+        satisfies `else`.
+        """
         fails = self._failing(schema["if"], f"{path}/if")
         held = self.choices(schema["if"], f"{path}/if")
         arms = []

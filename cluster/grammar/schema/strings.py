@@ -110,8 +110,8 @@ def _counted(rules: Rules, part: Chars, least: int, most: int) -> Node:
 def _in_json(node: Node, counted: bool) -> Node:
     """Return how JSON writes the texts of `node` between quotes. Only characters that must be escaped are escaped.
 
-    Unless `counted`, a character class repeated more than `FEW` times loses the characters that must be escaped,
-    because counts and escapes together are too slow in xgrammar.
+    If not `counted`, a repetition with a count above `FEW` leaves out the characters that must be escaped, because
+    counts and escapes together are too slow in xgrammar.
     """
     match node:
         case Chars():

@@ -10,7 +10,7 @@ from cluster.grammar.schema.formats import ENCODINGS, FORMATS, NARROWER, UNRESTR
 from cluster.grammar.schema.keywords import Schema, size
 
 ALL = chars((0, LAST))
-SHARED_BY = 8  # if a repeated part is itself unbounded, its copies share the length as if there were at most this many
+SHARED_BY = 8  # the length is divided between at most this many copies of a repeated part that is itself unbounded
 # characters that an automaton may count; a longer bound is divided between the repetitions of the expression
 MOST_COUNTED = 300
 
