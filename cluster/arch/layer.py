@@ -128,7 +128,7 @@ class LayerGeometry:
 
     @property
     def mlp_columns(self) -> int:
-        """Width of the layer's narrowest MLP, which is the largest number of ranks that can share it."""
+        """Width of the layer's narrowest MLP: of the dense MLP, or the narrower of an expert and the shared expert."""
         if self.moe is None:
             return self.intermediate
         return min(self.moe.intermediate, self.moe.shared or self.moe.intermediate)
