@@ -101,7 +101,7 @@ class ConfigKeys:
         return ConfigKeys(value, self.where, self.file)
 
     def numbers(self, key: str) -> list[int] | None:
-        """Return a list of integers; None if the key is missing."""
+        """Return a list of integers, or None if the key is missing."""
         value = self.data.get(key)
         if value is None or (isinstance(value, list) and all(type(i) is int for i in value)):
             return value

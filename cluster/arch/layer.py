@@ -128,7 +128,7 @@ class LayerGeometry:
 
     @property
     def mlp_columns(self) -> int:
-        """Width of the layer's narrowest MLP, which is the largest number of ranks that can share it."""
+        """Width of the layer's narrowest MLP: of the dense MLP, or the narrower of an expert and the shared expert."""
         if self.moe is None:
             return self.intermediate
         return min(self.moe.intermediate, self.moe.shared or self.moe.intermediate)
@@ -179,7 +179,7 @@ def geometry_of(
 
 
 def sliding(keys: ConfigKeys, count: int, default: list[bool]) -> list[bool]:
-    """Return which of `count` layers have a sliding window: from `layer_types` if the config has it, else `default`.
+    """Return which of `count` layers have a sliding window: from `layer_types`, or `default` without this key.
 
     Raises:
         ConfigError: the list has another length, or a type that is neither full nor sliding attention.

@@ -39,7 +39,7 @@ class ResolvedModels:
 
     @property
     def experts(self) -> tuple[Moe | None, Moe | None]:
-        """The experts of the target and of the draft; None for a model without experts."""
+        """The experts of the target and of the draft. A model without experts has None."""
         of_draft = () if self.draft is None else (layer.geometry for layer in self.draft.layers)
         return experts_of(self.target.layers), experts_of(of_draft)
 

@@ -1,5 +1,5 @@
-"""`aerie bench`: run measurements ("parts") by name. Each is a module of `cases/` with `Size`, `QUICK`, `measure` and
-`show`. A module with goals also has `goals`, which maps the result of `measure` to a list of `Goal`.
+"""`aerie bench`: run measurements ("parts") by name. A part is a module of `cases/` with `Size`, `QUICK`, `measure` and
+`show`. A part with goals also has `goals`, which maps the result of `measure` to a list of `Goal`.
 """
 
 import argparse

@@ -24,7 +24,7 @@ class Interference:
 
     An output is the tokens, at least one, that a step commits for a request. *Prefill* is the time from the long
     prompt's submission to its first token. *Busy* is the time without the long prompt: before its submission and, if
-    requests follow, after its end, so that a drift of the machine's speed affects prefill and busy equally.
+    requests follow, after its first token, so that a drift of the machine's speed affects prefill and busy equally.
 
     Ratios are prefill over busy: `median_ratio` of the medians, `tail_ratio` of the p99s, `cpu_ratio` of the median CPU
     seconds of the slower rank's steps. `ratio` is prefill's p99 over the median of busy; on a shared machine, `ratio`

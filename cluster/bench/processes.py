@@ -67,7 +67,7 @@ def alive(processes: Iterable[ProcessEntry]) -> list[ProcessEntry]:
 
 
 def end(processes: Iterable[ProcessEntry], within_s: float) -> list[ProcessEntry]:
-    """Wait up to `within_s` for the processes to end, kill the rest, and return the killed ones."""
+    """Wait up to `within_s` for the processes to end, kill the rest, and return the killed processes."""
     left = alive(processes)
     until = time.monotonic() + within_s
     while left and time.monotonic() < until:

@@ -57,7 +57,7 @@ def ratio(part: float, whole: float) -> float:
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """Return the first index at which two token lists differ, in value or length; None if they are equal."""
+    """Return the first index at which two token lists differ, in value or length, or None if the lists are equal."""
     for at, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:
             return at

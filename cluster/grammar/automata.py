@@ -56,7 +56,7 @@ def intersection(required: Sequence[Node], most: int = MAX_STATES) -> Automaton 
 
 
 def includes(outer: Sequence[Node], inner: Node) -> bool:
-    """Whether every text that matches `inner` matches all of `outer`. False also if too many states are explored."""
+    """Whether every text that matches `inner` matches all of `outer`. Also False if the test needs too many states."""
     space = _Space()
     # `inner` is included exactly if "inner and not outer" accepts no text: search its derivatives for an accepting one.
     start = _all([space.start(inner), _not(_all([space.start(node) for node in outer]))])
@@ -134,7 +134,7 @@ class _Space:
     _derived: dict[tuple[Formula, int], Formula] = field(default_factory=dict)
 
     def start(self, node: Node) -> Formula:
-        """Build the states of an expression; return the formula that holds for the texts that it matches."""
+        """Build the states of an expression. Return the formula that holds for exactly the texts that match it."""
         return self._expand(
             self._built(node, self._add(_State(free=[(END, self._add(_State(rest=True)))]))), True, set()
         )

@@ -19,7 +19,7 @@ BLOCK = 16
 SHORT = 2 * BLOCK - 1
 """Maximum length of a short text. At any place in a block, the short text that could have begun instead of the block
 still allows at least `BLOCK` more characters. So the short text's mask allows most tokens that reach beyond the block.
-xgrammar examines only the other tokens: longer ones, and tokens that contain the end of the text.
+xgrammar examines only the remaining tokens: longer tokens, and tokens that contain the end of the text.
 """
 
 

@@ -139,7 +139,7 @@ def _ends(node: Node, useful: set[str]) -> bool:
 
 
 def _pruned(node: Node, useful: set[str]) -> Node | None:
-    """Return the node without the parts that match no finite text; None if nothing is left."""
+    """Return the node without the parts that match no finite text, or None if nothing is left."""
     if not _ends(node, useful):
         return None
     match node:

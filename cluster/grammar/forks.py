@@ -144,7 +144,7 @@ def frame(content: bytes) -> bytes:
 
 
 def read_frame(source: int) -> bytes | None:
-    """Return the content of the next frame from a pipe; None at the end of the pipe."""
+    """Return the content of the next frame from a pipe, or None if the pipe has ended."""
     head = _read_exactly(source, NUMBER)
     return None if head is None else _read_exactly(source, int.from_bytes(head, "big"))
 

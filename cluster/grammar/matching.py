@@ -112,11 +112,11 @@ class TextMatcher:
         self._vocabulary, self._usable = vocabulary, compiled.usable
         self._stops = frozenset(vocabulary.stops)
         self._after = tuple(after)
-        self._recent: tuple[int, ...] = ()  # the last committed tokens, compared with `after`
+        self._recent: tuple[int, ...] = ()  # the last committed tokens, to be compared with `after`
         self._free = bool(after)  # the grammar has not begun: everything is allowed
         self._ended = False
         self._masks: dict[tuple[int, ...], Row] = {}
-        self._walked: list[int] = []  # tokens beyond the committed ones that xgrammar's matcher has accepted
+        self._walked: list[int] = []  # uncommitted tokens that xgrammar's matcher has accepted
         self._row: Row = np.zeros(vocabulary.words, np.int32)
 
     @property
@@ -179,8 +179,8 @@ class TextMatcher:
         np.bitwise_and(out, self._usable, out=out)
 
     def forced(self, path: Sequence[int], most: int) -> list[int]:
-        """Return at most `most` tokens that must follow the committed tokens and `path`: the grammar allows nothing
-        else.
+        """Return at most `most` tokens that must follow the committed tokens and `path`, because the grammar allows no
+        other text.
 
         The first tokens are the only possible text, as the tokenizer writes it. Then come tokens, each of which is the
         only token that the mask allows at its position.

@@ -1,7 +1,7 @@
 """Measure a draft's accept length on text that the target generated, without an engine.
 
-The text is the output of plain decoding, so a chain is accepted as long as the draft's choices equal the text. At a
-temperature above 0, the draft ranks its tokens with the same Gumbel noise that the text was sampled with.
+The text is the output of plain decoding, so a draft token is accepted if it equals the text. At a temperature above 0,
+the draft ranks its tokens with the same Gumbel noise that the text was sampled with.
 """
 
 from dataclasses import dataclass
@@ -15,11 +15,15 @@ from cluster.train.samples import continue_rows, features, gumbel
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Acceptance of chains: accept_len counts the bonus token; by_depth has the share accepted of the chains there."""
+    """Acceptance of chains. `accept_len`: mean tokens per chain, bonus token included. `by_depth`: for each depth, the
+    share of the chains accepted so far whose next token is accepted too.
+    """
 
     accept_len: float
     by_depth: tuple[float, ...]
-    top4_by_depth: tuple[float, ...]  # the same, but the text's token need only be among the draft's best four
+    top4_by_depth: tuple[
+        float, ...
+    ]  # as `by_depth`, but it is enough that the text's token is among the draft's best four
 
     def __str__(self) -> str:
         depths = " ".join(f"{share:.2f}" for share in self.by_depth)
@@ -28,7 +32,7 @@ class Acceptance:
 
 
 class AcceptanceProbe:
-    """The target's continuations of held-out prompts at one temperature; drafts are measured on them."""
+    """The target's continuations of held-out prompts at one temperature, on which drafts are measured."""
 
     def __init__(
         self,
@@ -52,7 +56,7 @@ class AcceptanceProbe:
 
     @torch.no_grad()
     def measure(self, draft: Eagle3TrainingDraft, steps: int = 5) -> Acceptance:
-        """Return the acceptance of chains of `steps` tokens, drafted along every row from the end of its prompt."""
+        """Return the acceptance of chains of `steps` tokens. Every row is drafted from the end of its prompt."""
         length = self.ids.shape[1] - 1 - steps
         embeddings = self.embedding[self.ids[:, 1 : length + steps]]
         kept = draft.kept_ids
@@ -69,7 +73,9 @@ class AcceptanceProbe:
         return self._walk(accepted, torch.stack(near, dim=-1))
 
     def _walk(self, accepted: torch.Tensor, near: torch.Tensor) -> Acceptance:
-        """Follow each row from its first new token, chain after chain. accepted, near: [B, T cells, S steps]."""
+        """Follow each row from its first new token, chain after chain. `accepted` and `near` are [B, T cells, S steps]:
+        whether a step's best token, or one of its best four, equals the text.
+        """
         steps = accepted.shape[-1]
         runs = accepted.long().cumprod(-1).sum(-1)  # accepted tokens of a chain that starts at each cell
         reached, taken, close = [0] * steps, [0] * steps, [0] * steps

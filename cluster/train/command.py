@@ -1,4 +1,4 @@
-"""The command `aerie train`: stages for tokenizer, target, draft and MTP layers; a stage resumes where it stopped."""
+"""The command `aerie train`. Its stages train tokenizer, target, draft and MTP layers; an interrupted stage resumes."""
 
 import argparse
 import json
@@ -39,7 +39,7 @@ class TrainPlan:
 
 
 def quick_plan(out: Path, work: Path, layers: int) -> TrainPlan:
-    """Return the plan of a run that takes seconds: the models are too small to predict text, the formats are real."""
+    """Return the plan of a run that takes seconds: models too small to predict text, but in the real formats."""
     target = TargetRecipe(
         vocab_size=512, hidden_size=32, layers=4, heads=4, kv_heads=2, head_dim=8, intermediate_size=48, length=64
     )
@@ -162,7 +162,7 @@ def run_draft(plan: TrainPlan) -> None:
 
 
 def run_mtp(plan: TrainPlan) -> None:
-    """Train MTP layers for the saved target; save them in the work folder: they are too large for the repository."""
+    """Train MTP layers for the saved target. They are saved in the work folder, being too large for the repository."""
     train, _ = encode_corpus(load_tokenizer(plan.out / "target"), plan.work / "corpus.npz", files=plan.files)
     draft = train_mtp(plan.mtp, load_target(plan.out / "target"), train, work=plan.work)
     folder = plan.work / f"mtp-{plan.mtp.layers}"

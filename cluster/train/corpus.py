@@ -14,9 +14,11 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-HELDOUT_PER_MILLE = 60  # files held out, of every thousand
+HELDOUT_PER_MILLE = 60  # of every thousand library files, how many are held out
 
-TESTS_PER_MILLE = 150  # test files used, of every thousand; all of them would be more text than the library itself
+TESTS_PER_MILLE = (
+    150  # of every thousand test files, how many are used; all tests are more text than the library itself
+)
 
 _LEFT_OUT_DIRECTORIES = frozenset({"site-packages", "dist-packages", "__pycache__", "pydoc_data"})
 _TEST_DIRECTORIES = frozenset({"test", "tests", "idle_test"})
@@ -81,7 +83,9 @@ def train_files() -> list[str]:
 
 
 def read_text(path: str) -> str | None:
-    """Return the file's text with `\\n` line ends, or None if it is unreadable, not UTF-8 or under `_SHORTEST`."""
+    """Return the file's text with `\\n` line ends, or None if the file is unreadable, not UTF-8 or below
+    `_SHORTEST`.
+    """
     try:
         text = (library_root() / path).read_text(encoding="utf-8")
     except (UnicodeDecodeError, OSError):
@@ -98,7 +102,9 @@ def texts(paths: list[str]) -> Iterator[str]:
 
 
 def chat_examples(paths: list[str], count: int, seed: int) -> list[ChatExample]:
-    """Return up to `count` chats: a documented function's name and first docstring line, answered by its source."""
+    """Return up to `count` chats. A question has the name and the first docstring line of a function; the answer is the
+    function's source.
+    """
     found: list[ChatExample] = []
     for path in paths:
         text = None if _is_test(path) else read_text(path)

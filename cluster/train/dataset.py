@@ -36,7 +36,9 @@ def chat_documents(tokenizer: PreTrainedTokenizerBase, count: int, seed: int = 0
 
 
 def encode_corpus(tokenizer: PreTrainedTokenizerBase, cache: Path, *, files: int | None = None) -> tuple[Ids, Ids]:
-    """Return (train ids, held-out ids), from the file `cache` if it exists. `files` limits the files of each part."""
+    """Return (train ids, held-out ids), from the file `cache` if it exists. `files` limits how many files each of the
+    two has.
+    """
     if cache.exists():
         with np.load(cache) as stored:
             return stored["train"], stored["heldout"]
@@ -53,7 +55,8 @@ def encode_corpus(tokenizer: PreTrainedTokenizerBase, cache: Path, *, files: int
 
 
 class Windows:
-    """Batches of windows of the corpus. Step s always reads the same windows, so training can resume at any step.
+    """Batches of windows (runs of token ids) of the corpus. Step s always reads the same windows, so training can
+    resume at any step.
 
     Every epoch shifts the window boundaries by a random offset and shuffles the windows.
     """
@@ -87,8 +90,8 @@ class Windows:
 def with_repeats(ids: torch.Tensor, share: float, seed: int) -> torch.Tensor:
     """Return a copy of the batch [B, T] in which the first `share` of the rows repeat their own beginning.
 
-    Each row has its own period, so only attention by content can predict the text. A small share of such rows early in
-    training teaches a small model to copy much sooner than plain text does.
+    Each row repeats with its own period, so only attention by content can predict the text. A small share of repeating
+    rows early in training teaches a small model to copy much sooner than plain text does.
     """
     generator = torch.Generator().manual_seed(seed)
     out = ids.clone()

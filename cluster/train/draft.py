@@ -24,7 +24,7 @@ class DraftRecipe:
     steps: int = 5  # unrolled steps of the training-time test
     step_decay: float = 0.8
     overlap_sharpness: float = 3.0
-    """The larger, the earlier the loss changes from cross entropy to the accepted share (see `chain_loss`)."""
+    """With a larger value the loss changes earlier from cross entropy to the accepted share (see `chain_loss`)."""
     prompt_length: int = 64
     sample_length: int = 192
     samples: int = 1280
@@ -39,7 +39,9 @@ class DraftRecipe:
 
 @dataclass(frozen=True)
 class DraftReport:
-    """The cost of training, the draft vocabulary's coverage of text, and acceptance by temperature, as saved."""
+    """The cost of training, the share of text that the draft vocabulary covers, and, for the saved weights, acceptance
+    by temperature.
+    """
 
     steps: int
     tokens: int
@@ -50,7 +52,7 @@ class DraftReport:
 
 
 def most_frequent(ids: torch.Tensor, vocab_size: int, count: int) -> tuple[torch.Tensor, float]:
-    """Return the `count` most frequent ids of a text, ascending, and the share of the text that they cover."""
+    """Return the `count` most frequent ids of a text, ascending, and the share of the text that these ids cover."""
     counts = torch.bincount(ids.flatten(), minlength=vocab_size)
     best = counts.topk(count).indices
     return best.sort().values, float(counts[best].sum() / counts.sum())
@@ -58,7 +60,9 @@ def most_frequent(ids: torch.Tensor, vocab_size: int, count: int) -> tuple[torch
 
 @torch.no_grad()
 def start_from_target(draft: Eagle3TrainingDraft, target: LlamaForCausalLM) -> None:
-    """Initialise near the target: its head rows, its last layer on the hidden half, `fc` near the highest aux state."""
+    """Initialise the draft near the target. The head gets the target's rows, the layer the target's last layer (on the
+    hidden half of its input), and `fc` mostly copies the highest aux hidden state.
+    """
     width = draft.shape.hidden_size  # the attention input is [embedding, hidden], each of this width
     last = target.model.layers[-1]
     attention = draft.midlayer.self_attn
@@ -118,7 +122,9 @@ def chain_loss(
 
 
 class DraftText:
-    """Training batches: real text every fourth step, else the target's own samples, the text that it will draft for."""
+    """Training batches. Every fourth step has real text; other steps have samples of the target, because the draft will
+    draft such text.
+    """
 
     def __init__(self, samples: torch.Tensor, train: Ids, recipe: DraftRecipe) -> None:
         self.samples = samples

@@ -27,7 +27,7 @@ class DraftShape:
     head_dim: int = 64
     intermediate_size: int = 704
     aux_layer_ids: tuple[int, ...] = (2, 5, 8)
-    """Layers by output, SpecForge's numbering: id i is the output of layer i, the residual stream entering i + 1."""
+    """SpecForge's numbering: id i is the output of layer i, which is the residual stream entering layer i + 1."""
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-5
     max_position_embeddings: int = 16384
@@ -57,7 +57,8 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor, cells: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         """Map x [B, T, width] of step i = len(cells) to [B, T, H]; append this step's keys and values to `cells`.
 
-        A query at cell t sees cells 0..t of step 0 and, of each later step, only cell t: the KV it has when drafting.
+        A query at cell t sees cells 0..t of step 0 and, of each later step, only cell t. When drafting, the KV cache
+        holds exactly these cells.
         """
         shape, step = self.shape, len(cells)
         rows, length = x.shape[:2]

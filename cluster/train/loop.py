@@ -16,8 +16,8 @@ from cluster.train.optimizer import Optimizers, clock_factor
 class ThreadChoice:
     """Chooses the number of torch threads of each step on a shared machine: all `threads`, or one fewer.
 
-    A step is as slow as its slowest thread, so while other work takes a core, one thread can be faster than two. The
-    count whose latest step was faster is used. Every `explore`-th step tries the other count.
+    A step is as slow as its slowest thread, so while other work takes a core, one thread can be faster than two. Steps
+    use the count whose latest step was faster. Every `explore`-th step tries the other count.
     """
 
     def __init__(self, threads: int, explore: int = 10) -> None:
@@ -42,7 +42,7 @@ class ThreadChoice:
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """One training run: its label, its checkpoint file, its budget (minutes, steps), and the interval of saving."""
+    """One training run: its label, its checkpoint file, its budget (`minutes`, `steps`), and seconds between saves."""
 
     label: str
     checkpoint: Path
@@ -60,9 +60,9 @@ def train_for(
 ) -> tuple[int, float]:
     """Minimise `loss_at(step)` until the run's `minutes` or `steps` are spent; return (steps, seconds).
 
-    Both counts include the time before a resume, and exclude evaluation and saving. The learning rate follows the spent
-    share of the budget. With `minutes`, a slow machine takes fewer steps, but its rate still decays to the end; with
-    `steps`, every machine does the same steps.
+    Both returned numbers include the run before a resume, and exclude evaluation and saving. The learning rate follows
+    the spent share of the budget. With a budget of `minutes`, a slow machine does fewer steps, but the learning rate
+    still decays to the end. With a budget of `steps`, every machine does the same steps.
     """
     step, elapsed, budget, checkpoint = 0, 0.0, run.minutes * 60.0, run.checkpoint
     if checkpoint.exists():

@@ -28,7 +28,9 @@ class Decoder(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
     def forward(self, hidden: torch.Tensor, cells: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-        """Map the residual stream [B, T, H] entering the layer to the one leaving it; `cells` as in `Attention`."""
+        """Map the residual stream [B, T, H] that enters the layer to the stream that leaves it. For `cells` see
+        `Attention`.
+        """
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), cells)
         out: torch.Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return out
@@ -67,17 +69,19 @@ class MtpShape:
     """The shape and the number of MTP layers. Their indices continue those of the target's layers."""
 
     layer: DraftShape
-    count: int  # one per level, or 1 for all levels
+    count: int  # the number of levels, or 1 if one layer serves all levels
     first_index: int
 
 
 class MtpDraft(nn.Module):
-    """The MTP layers. Callers pass embedded tokens; `head` [V, H] is the target's and is not trained."""
+    """The MTP layers. Callers pass embedded tokens. `head` [V, H] is the target's head and is not trained."""
 
     head: torch.Tensor
 
     def __init__(self, shape: MtpShape, target: LlamaForCausalLM) -> None:
-        """Initialise near the target: its last layer and final norm; the projection mostly copies the hidden state."""
+        """Initialise each MTP layer with the target's last layer and final norm, and with a projection that mostly
+        copies the hidden state.
+        """
         super().__init__()
         self.shape = shape
         self.layers = nn.ModuleList(MtpLayer(shape.layer) for _ in range(shape.count))
@@ -94,9 +98,10 @@ class MtpDraft(nn.Module):
     def unroll(self, hidden: torch.Tensor, embeddings: torch.Tensor, levels: int) -> list[torch.Tensor]:
         """Return the logits [B, T, V] of each of `levels` levels.
 
-        hidden [B, T, H] is the target's at positions 0..T-1; embeddings [B, T + levels - 1, H] are of the tokens at
-        positions 1..T+levels-1. With one layer per level, each layer has its own KV cells. A single layer sees the
-        cells of level 0 and, of every later level, the cell at its own position: the content of its KV when it drafts.
+        `hidden` [B, T, H] is the target's at positions 0..T-1; `embeddings` [B, T + levels - 1, H] are of the tokens at
+        positions 1..T+levels-1. With one layer per level, each layer has its own KV cells. A single layer for all
+        levels sees the cells of level 0 and, of every later level, only the cell at the query's position. When
+        drafting, its KV cache holds exactly these cells.
         """
         length, again = hidden.shape[1], self.shape.count == 1
         cells: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -9,7 +9,7 @@ from torch import nn
 
 
 def orthogonalize(gradient: torch.Tensor, iterations: int = 5) -> torch.Tensor:
-    """Return matrices near the nearest semi-orthogonal ones, by Newton-Schulz; [count, rows, columns] in and out.
+    """Return approximately the nearest semi-orthogonal matrices, by Newton-Schulz; [count, rows, columns] in and out.
 
     The quintic polynomial and its coefficients are from Keller Jordan's Muon.
     """
@@ -25,7 +25,7 @@ def orthogonalize(gradient: torch.Tensor, iterations: int = 5) -> torch.Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """The Muon optimizer: Nesterov momentum with an orthogonalized update. Matrices of one shape form a batch.
+    """The Muon optimizer: Nesterov momentum with an orthogonalized update. Matrices of the same shape are one batch.
 
     torch.optim.Muon computes in bfloat16, which takes 35 times as long on a CPU without bfloat16 instructions.
     """
@@ -60,7 +60,7 @@ class Muon(torch.optim.Optimizer):
 
 
 class Optimizers:
-    """Muon and AdamW behind one interface. The learning rates are the peak rates times a factor per step."""
+    """Muon and AdamW behind one interface. A step's learning rates are the peak rates times the step's factor."""
 
     def __init__(
         self, matrices: list[nn.Parameter], others: list[nn.Parameter], *, matrix_lr: float, other_lr: float

@@ -42,7 +42,9 @@ class MtpText:
 
 @torch.no_grad()
 def read_text(target: LlamaForCausalLM, train: Ids, recipe: DraftRecipe, work: Path) -> MtpText:
-    """Return the target's samples, a third as many real rows, and its hidden states on both; cached in `work`."""
+    """Return the target's samples, one row of real text for every three samples, and the target's hidden states on all
+    rows. The result is cached in `work`.
+    """
     cache = work / "mtp-text.pt"
     if cache.exists():
         return MtpText(**torch.load(cache, weights_only=True))

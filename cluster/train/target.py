@@ -24,9 +24,9 @@ class TargetRecipe:
     kv_heads: int = 2
     head_dim: int = 64
     intermediate_size: int = 704
-    length: int = 512  # window of every fourth step, in tokens; the other steps read half as long windows, to save time
+    length: int = 512  # window of every fourth step, in tokens; to save time, other windows are half as long
     tokens_per_step: int = 4096
-    repeat_steps: int = 380  # up to this step a quarter of the rows are `with_repeats`
+    repeat_steps: int = 380  # before this step, a quarter of the rows come from `with_repeats`
     matrix_lr: float = 0.02
     other_lr: float = 0.004
     seed: int = 0
@@ -70,7 +70,7 @@ def build_target(recipe: TargetRecipe) -> LlamaForCausalLM:
 
 
 def split_parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Return (matrices of the layers, all other trained parameters): Muon trains the former, AdamW the latter."""
+    """Return (matrices of the layers, trained by Muon; all other trained parameters, trained by AdamW)."""
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in module.named_parameters():
@@ -88,7 +88,7 @@ def next_token_loss(target: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor
 
 @torch.no_grad()
 def heldout_loss(target: LlamaForCausalLM, ids: Ids, length: int, limit: int | None = None) -> float:
-    """Return the mean cross entropy over consecutive windows of held-out ids, at most `limit` of them."""
+    """Return the mean cross entropy over consecutive windows of held-out ids, at most `limit` windows."""
     rows = torch.from_numpy(ids)
     count = len(rows) // length
     windows = rows[: count * length].view(count, length)[:limit]
@@ -99,7 +99,7 @@ def heldout_loss(target: LlamaForCausalLM, ids: Ids, length: int, limit: int | N
 def train_target(
     recipe: TargetRecipe, train: Ids, heldout: Ids, *, minutes: float, checkpoint: Path
 ) -> tuple[LlamaForCausalLM, TargetReport]:
-    """Train for `minutes`, including the time before a resume; round the weights to bf16 and measure."""
+    """Train for `minutes`, including the time before a resume; then round the weights to bf16 and measure the loss."""
     target = build_target(recipe).train()
     optimizers = Optimizers(*split_parameters(target), matrix_lr=recipe.matrix_lr, other_lr=recipe.other_lr)
     half = recipe.length // 2

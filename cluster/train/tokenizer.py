@@ -1,6 +1,6 @@
 """A byte-level BPE tokenizer of 2048 tokens. Line breaks and the indentation after them can form one token.
 
-It is saved in the layout that `transformers.AutoTokenizer` loads.
+The tokenizer is saved in the layout that `transformers.AutoTokenizer` loads.
 """
 
 import json
@@ -61,7 +61,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Token
 def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
     """Write tokenizer.json, tokenizer_config.json with the chat template, and special_tokens_map.json.
 
-    The two small files have the older layout, which every version of transformers reads.
+    The two small files are written in the older layout, which every version of transformers reads.
     """
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))

@@ -25,7 +25,9 @@ class FactResolver:
         """Oddities of a draft that is served nevertheless: sentences without the folder's name."""
 
     def choose(self, fact: str, value: Any, source: str) -> Any:
-        """Return the override of `fact` if there is one, else `value`, which comes from `source`; record the choice."""
+        """Return the override of `fact` or, without an override, `value`, which comes from `source`. Record the
+        choice.
+        """
         if fact in self._overrides:
             value, source = self._overrides[fact], OVERRIDE
         self.choices.append(ResolvedFact(fact, value, source))

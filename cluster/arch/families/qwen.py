@@ -73,8 +73,8 @@ def _window(keys: ConfigKeys) -> int | None:
 
 
 def _windows(keys: ConfigKeys, layer: LayerGeometry) -> tuple[LayerGeometry, ...]:
-    """Return the layers. If `use_sliding_window` is true, layers from `max_window_layers` on have the sliding
-    window.
+    """Return the layers. If `use_sliding_window` is true, `layer_types` lists which layers have the sliding window;
+    without `layer_types`, layers from `max_window_layers` on have it.
     """
     count, window = keys.integer("num_hidden_layers"), _window(keys)
     first = keys.data.get("max_window_layers", 28)

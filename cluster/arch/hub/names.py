@@ -37,7 +37,7 @@ class HubModel:
 
 
 def hub_model(text: str) -> HubModel | None:
-    """Return the hub model that `text` names; None if `text` is a path.
+    """Return the hub model that `text` names, or None if `text` is a path.
 
     An existing file or folder is a path, whatever its name. With the prefix `hf://`, `text` is always a name.
 

@@ -61,7 +61,7 @@ class Snapshot:
     listed: Mapping[str, RepoFile] | None
 
     def lacks(self, names: Sequence[str]) -> list[str]:
-        """Return those of `names` that are not in the folder."""
+        """Return the entries of `names` that are not in the folder."""
         return [name for name in names if not (self.folder / name).exists()]
 
     @property

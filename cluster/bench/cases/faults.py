@@ -38,7 +38,7 @@ QUICK = Size(
 class FaultRound:
     """The result of one fault. `cut` streams failed; `different` streams got other tokens. For `unhealthy_s` and
     `healthy_s` see `Fault`. `noticed_s` is how long the server took to notice, by its own report. `named` is the rank
-    that the server blames.
+    that the server blames or, if a rank was slowed down, the slowest rank.
     """
 
     ingress: str

@@ -1,5 +1,5 @@
-"""`aerie bench grammars`: the cost of a grammar, and the gain of forced nodes, in one run. Forced nodes are nodes of
-the draft tree with the only tokens that the grammar allows.
+"""`aerie bench grammars`: the cost of a grammar, and the gain of forced nodes, in one run. A forced node is a
+node of the draft tree with the only token that the grammar allows there.
 
 The same prompts run in four ways:
 

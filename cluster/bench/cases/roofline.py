@@ -301,7 +301,7 @@ def _truth(subject: Subject, loaded: Loaded, asked: dict[int, list[Request]], si
 
 
 def _wrap(truth: Truth | None, size: Size, loaded: Loaded) -> Wrap | None:
-    """Return a function that replaces a draft by an oracle draft; None if the draft's own tokens count."""
+    """Return a function that replaces a draft by an oracle draft, or None if the draft's own tokens count."""
     if truth is None or size.accept_length is None:
         return None
     wanted, known = size.accept_length, truth
