@@ -20,11 +20,14 @@ GREEDY_BELOW = 1e-5  # lower temperatures are served as greedy: dividing by them
 class LogitAdjustments:
     """Changes to the logits of a request before its tokens are drawn. They have the meaning that vLLM gives them.
 
-    `bias` holds (token, number) pairs, which are added first. `repetition_penalty` applies to tokens of prompt and
-    output: it divides their positive logits and multiplies their negative ones. `frequency_penalty` is subtracted once
-    for each time that a token was generated, `presence_penalty` once in all. Only `allowed_token_ids` are generated
-    (None: all). Each entry of `bad_words_token_ids` is a sequence of tokens that is never completed, even if it begins
-    in the prompt. Until `min_tokens` tokens are generated, stop tokens and EOS are banned and stop strings ignored.
+    - `bias`: (token, number) pairs. The numbers are added to the logits first.
+    - `repetition_penalty`: for each token of prompt or output, divide a positive logit by it and multiply a negative
+      logit by it.
+    - `frequency_penalty`, `presence_penalty`: for each generated token, subtract `frequency_penalty` times its count,
+      and `presence_penalty` once.
+    - `allowed_token_ids`: only these tokens are generated; None allows all.
+    - `bad_words_token_ids`: sequences of tokens. None of them is ever completed, even if it begins in the prompt.
+    - `min_tokens`: until this number of tokens is generated, stop tokens and EOS are banned and stop strings ignored.
     """
 
     presence_penalty: float = 0.0
