@@ -47,8 +47,8 @@ class DecodeRequest(NamedTuple):
 class PromptChunk(NamedTuple):
     """Prompt rows `start` to `stop - 1` of the request in table row `row`; `final` if they end the prompt.
 
-    `tokens` are the tokens of these rows, then the next prompt token unless `final` (the EAGLE shift needs it). Each of
-    the first `scored` rows returns the log-probability of the token after it.
+    `tokens` are the tokens of these rows, then, if not `final`, the next prompt token, which the EAGLE shift needs.
+    Each of the first `scored` rows returns the log-probability of the token after it.
     """
 
     row: int
@@ -91,7 +91,7 @@ class RowPenalties(NamedTuple):
 
 
 class RowGrammar(NamedTuple):
-    """The compiled `grammar` of the request in table row `row`; `tokens` are those generated so far."""
+    """The compiled `grammar` of the request in table row `row`; `tokens` are the tokens generated so far."""
 
     row: int
     grammar: str
@@ -254,8 +254,8 @@ class Batch:
 
     `rows` `[B]` index the request tables: first the R decoding requests (`decode_rows` `[R]`), then the F requests
     whose prompt finishes. `sampling` has the same order. `seq_lens` `[R]` count committed tokens without the bonus
-    token, which is at position seq_len; `window` `[R, W]` are the pool slots from there on. `scored` `[q]` are the
-    prompt rows whose next token gets a log-probability; None unless `mode` has `PROMPT_LOGPROBS`.
+    token, which is at position seq_len. `window` `[R, W]` are the pool slots from that position on. `scored` `[q]` are
+    the prompt rows whose next token gets a log-probability; it is None if `mode` lacks `PROMPT_LOGPROBS`.
     """
 
     rows: Tensor
@@ -273,5 +273,5 @@ class Batch:
         return self.decode_rows.shape[0]
 
     def tree(self, bits: Tensor, width: int) -> TreeRows:
-        """The `TreeRows` of the decoding requests; for `bits` and `width` see there."""
+        """The `TreeRows` of the decoding requests with this mask: `bits` and `width`."""
         return TreeRows(self.decode_rows, self.seq_lens, bits, width)

@@ -66,7 +66,7 @@ class RequestParams:
     """How the tokens of one request are chosen, and when it ends.
 
     A `temperature` below `GREEDY_BELOW` is greedy. Filters apply to the tempered distribution in the order top_k,
-    top_p, min_p; `top_k` 0, `top_p` 1.0 and `min_p` 0.0 are off. If `logprobs` is None, no log-probabilities are
+    top_p, min_p; `top_k` 0, `top_p` 1.0 and `min_p` 0.0 mean no filter. If `logprobs` is None, no log-probabilities are
     returned. If it is n (0 to 20), those of each generated token and of the n likeliest tokens are returned:
     log-softmax of the target's raw logits. `prompt_logprobs` is the same for the tokens of the prompt. With
     `max_tokens` 0 a request ends with its prompt. `grammar` is a compiled grammar (`cluster.grammar`) that the output

@@ -120,7 +120,7 @@ class RankInfo:
 class EngineStatus:
     """Load and progress of one rank, sent with heartbeats. `own_seconds` is the time of its steps outside collectives.
 
-    The drifts are factors on `StepCosts`, learned while serving: `decode_drift` for steps that only decode,
+    The drifts are factors on `StepCosts`, learned while serving: `decode_drift` is for steps that only decode,
     `prefill_drift` for steps of prompt rows only, `decode_drift` * `prompt_drift` for prompt rows beside decoding.
     `submitted` counts all requests ever submitted, refused ones included, so a router knows which of its requests
     `queued_tokens` covers. `draft_rejected` says that many trees were verified and hardly any had an accepted token.

@@ -1,9 +1,9 @@
 """All-to-all of rows for expert-parallel experts: which rows go to which ranks, in what order, and with what data.
 
-Experts are divided into `parts`. Neighbouring ranks share one part: each holds some columns of its experts. A row goes
-once to every rank of each part that holds one of its experts, with the weights and ids of all its experts. Legend: m
-rows that a rank carries (its share of its group's rows), k experts that a row takes, H hidden, n ranks, S rows that a
-rank sends.
+Experts are divided into `parts`. Neighbouring ranks share one part: each of them holds some columns of the part's
+experts. A row goes once to every rank of each part that holds one of its experts, with the weights and ids of all its
+experts. Legend: m rows that a rank carries (its share of its group's rows), k experts that a row takes, H hidden, n
+ranks, S rows that a rank sends.
 """
 
 from collections.abc import Sequence

@@ -2,8 +2,8 @@
 
 Every rank makes the same calls, in the order of the script and with the planned numbers of rows. Over an axis of one
 rank a call is the identity. A rank that is about to make a wrong call, or a call with wrong row counts, raises before
-it enters the collective: a wrong size can end a gloo process without a Python exception. Legend: T own rows (of this
-rank's group), T' rows scored, H hidden, v columns of a shard, n shards, k numbers.
+it enters the collective: a wrong size can end a gloo process without a Python exception.
+Legend: T own rows (of this rank's group), T' rows scored, H hidden, v columns of a shard, n shards, k numbers.
 """
 
 from collections import deque
@@ -43,7 +43,7 @@ class Exchange:
 
     @property
     def shards(self) -> Shards | None:
-        """The shards of embedding and head; None if there is only one."""
+        """The shards of embedding and head; None if there is only one shard."""
         return None if self.size == 1 else self
 
     def begin(self, step: int, calls: Iterable[ScriptCall], counted: bool = False) -> None:
@@ -165,12 +165,12 @@ class Exchange:
         back, group = list(torch.split(made, taken)), range(0)
         if common is not None:
             self._check(common, self._own(call), call.width)
-            # Sums of `common` stay in the group: each rank of it gets those of the rows that it carries, appended.
+            # Sums of `common` stay in the group: append for each of its ranks the sums of the rows that it carries.
             group = range(mesh.dp_rank * mesh.attn.size, (mesh.dp_rank + 1) * mesh.attn.size)
             for rank, more in zip(group, torch.split(common, carried[group.start : group.stop]), strict=True):
                 back[rank] = torch.cat([back[rank], more])
             sent = [count + (rank in group) * carried[mesh.rank] for rank, count in enumerate(sent)]
-        # The way back: for each rank, this rank sends it `gone` rows, and takes `sent` rows from it.
+        # On the way back this rank sends `gone[r]` rows to rank r, and takes `sent[r]` rows from it.
         gone = [rows.shape[0] for rows in back]
         came = self._run(mesh.world, mesh.world.all_to_all, torch.cat(back), gone, sent)
         return self._join(all2all.summed(came, group), call)
@@ -196,7 +196,7 @@ class Exchange:
         return logits, self._first(call)
 
     def spread(self, numbers: Tensor) -> Tensor:
-        """Int64 numbers of own rows `[T, k]` -> those of the rows of every group, `[T', k]`."""
+        """Int64 numbers of own rows `[T, k]` -> the numbers of the rows of every group, `[T', k]`."""
         call = self._next("spread")
         self._check(numbers, self._own(call), call.width, torch.int64)
         return self._spread(numbers, call)

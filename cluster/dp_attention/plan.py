@@ -61,7 +61,7 @@ GROUP_HEADER = ("order", "results")
 
 class ProgramKey(NamedTuple):
     """Everything that decides the shapes and branches of a step's program. `turn` is the index of its buffer set: two
-    steps that may be in flight together have different ones.
+    steps that may be in flight together have different sets.
     """
 
     num_steps: int
@@ -243,11 +243,11 @@ class ExpertParallel(NamedTuple):
 
 
 class Ops(NamedTuple):
-    """The exchange methods that one forward of a model calls (`forward`), in order, and those of its head (`head`).
+    """The exchange methods that one forward of a model calls (`forward`) and that its head calls (`head`), in order.
 
     `width` is the model's hidden size, `columns` the number of logits per row of a rank's shard of the head. A
     multi-layer draft has `runners` models: at level l runner l runs the rows of levels 1 to l; at extend all of them
-    run. `sharded` gives the calls after a sharded head, `apart` those that replace the placeholder `EXPERTS`.
+    run. `sharded` gives the calls after a sharded head, `apart` the calls that replace the placeholder `EXPERTS`.
     """
 
     forward: tuple[str, ...] = ()

@@ -1,7 +1,8 @@
-"""The numbers of rows that a group runs in a step: exactly those of its requests, or the sizes of a captured program.
+"""The numbers of rows that a group runs in a step: exactly the rows of its requests, or the sizes of a captured
+program.
 
 Each program has fixed sizes. A GPU, where a capture is expensive, pads to few sizes. A CPU, where each padded row costs
-time, runs exact sizes and captures those that recur.
+time, runs exact sizes and captures the sizes that recur.
 """
 
 from bisect import bisect_left
@@ -16,8 +17,8 @@ time that it saves does not."""
 
 
 class Sizes(NamedTuple):
-    """The rows of one group in a step: R decoding requests, c prompt rows, F finishing prompts; after padding with the
-    idle ones.
+    """The rows of one group in a step: R decoding requests, c prompt rows, F finishing prompts. After padding, idle
+    ones are counted too.
     """
 
     decodes: int
@@ -93,8 +94,8 @@ def multiples(sizes: Sequence[int], of: int) -> tuple[int, ...]:
 
 
 def sizes_up_to(largest: int) -> tuple[int, ...]:
-    """Return 1, 2, 3, 4, 6, 8, 12, 16 and so on up to `largest`. From 2 on each is at most 1.5 times the one before, so
-    at most a third of the rows at such a size is idle.
+    """Return 1, 2, 3, 4, 6, 8, 12, 16 and so on up to `largest`. From 2 on, each size is at most 1.5 times the size
+    before. So at most a third of the rows is idle.
     """
     sizes, power = [1], 2
     while power < largest:

@@ -79,7 +79,7 @@ class Assembler:
             _stage_prompt(order, staging, self.idle_row)
         if SamplingMode.PROMPT_LOGPROBS in order.mode:
             staging.add("scored", _scored(order.chunks))
-        inputs = len(staging)  # the lists so far are the program's inputs; those below are applied here
+        inputs = len(staging)  # the lists so far are the program's inputs; the lists below are applied here
         changes = bool(order.lens or order.copies or order.writes or order.samplings)
         if changes:
             staging.add("set", (row for row, _ in order.lens))
@@ -191,7 +191,9 @@ def _stage_prompt(order: StepInput, staging: Staging, idle_row: int) -> None:
 
 
 def _scored(chunks: Iterable[PromptChunk]) -> Iterator[int]:
-    """The indices of the rows that return log-probabilities, among all prompt rows: the first ones of each chunk."""
+    """The indices among all prompt rows of the rows that return log-probabilities: the first `scored` rows of each
+    chunk.
+    """
     start = 0
     for chunk in chunks:
         yield from range(start, start + chunk.scored)

@@ -190,7 +190,7 @@ def allocated(
     memory: DeviceMemory | None,
     weights: int,
 ) -> RankMemory:
-    """Allocate the memory of a rank beside its models, which take `weights` bytes. On a device with memory of its own,
+    """Allocate the memory of a rank besides its models, which take `weights` bytes. On a device with memory of its own,
     KV caches get the memory that weights and the largest steps leave; the steps are measured.
 
     Raises:
@@ -317,7 +317,7 @@ def _check_sample(prepared: EnginePlan, lockstep: Lockstep) -> None:
 
 
 def _pace(prepared: EnginePlan, lockstep: Lockstep) -> StepTimes | None:
-    """Return the measured pace; None if `mixed_prefill_size` replaces it."""
+    """Return the measured pace (`StepTimes`); None if `mixed_prefill_size` is set."""
     config = prepared.resolved.config
     if config.mixed_prefill_size is not None:
         return None

@@ -37,7 +37,7 @@ UNEVEN = "with dp_padding exact groups exchange parts of different sizes, which 
 
 @dataclass(frozen=True, slots=True)
 class Captures:
-    """How steps are captured: `capture` captures one, `buckets` are the sizes of programs."""
+    """How steps are captured: `capture` captures one step, `buckets` are the sizes of programs."""
 
     capture: Capture
     buckets: Buckets
@@ -138,7 +138,7 @@ class Decoding:
 
 def decoding_steps(config: EngineConfig, deepest: TreeShape, buckets: Buckets) -> Iterator[Decoding]:
     """Yield one step for each program that decoding can need if all groups have the same load, for the common `MODES`.
-    The largest come first, so that on a GPU the smaller ones fit into their memory.
+    The largest steps come first, so that on a GPU the programs of smaller steps fit into their memory.
     """
     for span in reversed(buckets.spans()):
         if Sizes(span.stop - 1, 0, 0).rows(deepest.num_draft_tokens) > MOST_ROWS:

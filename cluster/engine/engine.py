@@ -308,8 +308,8 @@ class Engine(Rank):
         )
 
     def _fault(self, sequence: RequestState, lease: Lease, sound: bool) -> tuple[ErrorCode, str] | None:
-        """Return the error code and message if a request cannot go on, else None. `sound` says whether all its numbers
-        in this step are finite; if its grammar failed, they are NaN.
+        """Return the error code and message if a request cannot go on, or None. `sound` says whether all its numbers in
+        this step are finite; if its grammar failed, they are NaN.
         """
         constrained = sequence.request.params.grammar is not None
         if not sound:

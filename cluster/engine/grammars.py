@@ -25,7 +25,7 @@ class LateMatchers:
         """Load what the first grammar would otherwise wait for. Any thread may call this.
 
         Raises:
-            ConfigError: the model has no tokenizer, or one over which no grammar can be matched.
+            ConfigError: the model has no tokenizer, or no grammar can be matched over its tokens.
         """
         self._matchers.prepare()
 

@@ -55,7 +55,9 @@ class RankModels:
 
     @property
     def quantised(self) -> tuple[str, ...]:
-        """Sentences about quantised weights: which stay packed, which were dequantised. Empty without such weights."""
+        """Sentences about quantised weights: which stay packed, which were dequantised. Empty without quantised
+        weights.
+        """
         said = [f"target: {line}" for line in self.target.quantised]
         return (*said, *(f"draft {i}: {line}" for i, draft in enumerate(self.drafts) for line in draft.quantised))
 

@@ -34,7 +34,8 @@ class RunningMedian:
 @dataclass(slots=True)
 class Correction:
     """Ratios of measured to predicted times. `usual`: steps that only decode. `dearer`: prompt rows beside decoding,
-    after the whole step is divided by `usual`. `alone`: steps of prompt rows only; routers predict waits by `alone`.
+    after the time of the whole step is divided by `usual`. `alone`: steps of prompt rows only; routers predict waits by
+    `alone`.
     """
 
     usual: RunningMedian = field(default_factory=RunningMedian)
@@ -46,8 +47,8 @@ class Correction:
         self.usual.see(took_us / decode_us)
 
     def prompted(self, busy_us: float, rows_us: float, took_us: float) -> None:
-        """Observe a step with prompt rows beside decoding: it took `took_us`; `busy_us` was predicted for the decoding
-        and `rows_us` for the rows.
+        """Observe a step with prompt rows beside decoding: the step took `took_us`; `busy_us` was predicted for the
+        decoding, and `rows_us` for the prompt rows.
         """
         if rows_us >= TELLING * busy_us:
             # took = usual * (busy + dearer * rows), solved for `dearer`

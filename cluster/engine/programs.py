@@ -81,7 +81,7 @@ class Programs:
         return {**self._started, **self._later}
 
     def keep(self) -> None:
-        """Exempt all programs captured so far from being dropped for later ones."""
+        """Exempt all programs captured so far from being dropped for later programs."""
         self._started.update(self._later)
         self._later.clear()
 
@@ -119,7 +119,7 @@ class Programs:
         program = self._started.get(key) or self._later.get(key)
         if program is not None:
             return self._replayed(program, inputs) if self._ready(program.ahead) else self._run(inputs, shape)
-        ahead = self._once.pop(key, None)  # there if the key has occurred once: now capture it
+        ahead = self._once.pop(key, None)  # not None if the key has occurred once before: now capture the step
         if ahead is not None and self._ready(ahead):
             return self._captured(self._capture, key, inputs, ahead, shape)
         return self._first(key, inputs, shape)

@@ -54,18 +54,18 @@ class Chunk:
 class Schedule:
     """The work of one step.
 
-    `decodes` are requests with their leases: results for a request are committed only if it still has the same lease
-    then. `retracted` counts the requests retracted for this step. `fresh` are the requests of `admitted` that are
-    admitted for the first time.
+    `decodes` are requests with their leases: the results of a request are committed only if it still has the same lease
+    when they are read. `retracted` counts the requests retracted for this step. `fresh` are the requests of `admitted`
+    that are admitted for the first time.
 
     The times are predictions by the pace: the `StepTimes` that were fitted to steps measured at start. There is no pace
-    if `mixed_prefill_size` is set.
+    if `mixed_prefill_size` is set. Then all times but `decode_us` are 0.
 
     - `decode_us`: the time of this rank's decoding alone. Without a pace it is no time but the number of decoding
       requests.
-    - `busy_us`, `rows_us`: set if a request of any rank decodes; the time that is not free for prompt rows (see
-      `PrefillBudget`), and the time of this rank's prompt rows.
-    - `alone_us`: set if no request of any rank decodes; the time of a step with this rank's prompt rows only.
+    - `busy_us`, `rows_us`: set if a request decodes (of another group: in the last plan); `PrefillBudget.busy`, and the
+      time of this rank's prompt rows.
+    - `alone_us`: set otherwise; the time of a step with only this rank's prompt rows.
     """
 
     decodes: list[tuple[RequestState, Lease]] = field(default_factory=list)
@@ -206,7 +206,7 @@ class Scheduler:
         if self.waiting and not plan.retracted:  # after a retraction pages are short: admit nobody
             self._admit_waiting(plan, room)
         plan.copies = self._cache.take_copies()
-        self._overdrawn = min(0.0, room.allowance)  # what the first chunk overdrew, the next step has less
+        self._overdrawn = min(0.0, room.allowance)  # taken from the allowance of the next step
         if prefill_budget is not None:
             plan.busy_us, plan.rows_us = prefill_budget.busy, room.spent
         elif self._pace is not None and plan.chunks:
@@ -345,8 +345,8 @@ class Scheduler:
             self._ride(plan, sequence, room)
 
     def _next(self, sequence: RequestState) -> Next | None:
-        """The next `WORTH_WAITING` tokens of pages that this request will compute, as a key to compare; None if there
-        are fewer.
+        """The next `WORTH_WAITING` tokens of pages that this request will compute, as a key to compare; None if fewer
+        tokens remain.
         """
         return self._cache.next(sequence.tokens, self._ahead, sequence.lease, sequence.request.cache_salt)
 

@@ -19,7 +19,7 @@ class RequestState:
       when all steps in flight are over. `unread`: the steps in flight that each give at least one token.
     - `prefilling`: until the last prompt row is in a step. Then the request decodes, and its last token is the bonus
       token. `known`: the results of all prompt rows have been read.
-    - `cached_tokens`: those found in the cache at the first admission. `steps`, `drafted`, `accepted`: see
+    - `cached_tokens`: number of tokens found in the cache at the first admission. `steps`, `drafted`, `accepted`: see
       `SpeculationCounts`.
     - `scores`: log-probabilities of the prompt's tokens from the second on, if requested and as far as computed.
       `told`: they have been returned, which happens once.

@@ -1,4 +1,4 @@
-"""Measures the device memory that steps take beside weights and KV caches, by running the largest steps allowed.
+"""Measures the device memory that steps take besides weights and KV caches, by running the largest steps allowed.
 
 The KV cache gets the rest. This is for devices with memory of their own; on a CPU nothing is measured.
 """
@@ -38,8 +38,8 @@ def prompt_rows(config: EngineConfig, context_length: int) -> int:
 
 
 def largest_orders(config: EngineConfig, context_length: int, window: int) -> Iterator[StepInput]:
-    """Yield the largest steps: all requests decode at their greatest length beside a whole prompt chunk, once with all
-    sampling features and once with none; and a step in which as many prompts as possible end.
+    """Yield the largest steps: all requests decode at their greatest length, with a whole prompt chunk, once with all
+    sampling features and once with none; then the step in which the most prompts end.
 
     The page table is empty, so all cells are in the sink page and a pool of one page is enough.
     """

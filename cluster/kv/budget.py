@@ -82,9 +82,9 @@ def kv_capacity(
 
     1. `max_total_tokens`, if set.
     2. `kv_cache_gb`, if set.
-    3. On a device with its own memory: what `mem_fraction_static` of the device leaves beside the weights, or if it is
-       not set `needs.left`. On a CPU: `mem_fraction_static` of the free memory, divided among the ranks of the machine;
-       the rank with the least memory decides for all.
+    3. On a device with its own memory: `mem_fraction_static` of the device minus the weights; if it is not set,
+       `needs.left`. On a CPU: `mem_fraction_static` of the free memory, divided among the ranks of the machine; the
+       rank with the least memory decides for all.
 
     Capacities 2 and 3 never exceed what all running requests need at full context. A capacity of 0 is possible;
     `page_count` refuses it.

@@ -208,10 +208,11 @@ class KVCache:
         return copies
 
     def next(self, tokens: Sequence[int], count: int, lease: Lease | None = None, salt: int = 0) -> Next | None:
-        """Return the `count` pages of `tokens` after those cached under `salt`, or after the locked pages of `lease`.
+        """Return the `count` pages of `tokens` after the pages cached under `salt`, or after the locked pages of
+        `lease`.
 
-        Returns None without `radix`, or if `tokens` do not contain the token after those pages. Two requests with equal
-        results would compute the same pages, so the scheduler lets one of them wait.
+        Returns None without `radix`, or if `tokens` do not contain the token after the `count` pages. Two requests with
+        equal results would compute the same pages, so the scheduler lets one of them wait.
         """
         if not self._radix:
             return None

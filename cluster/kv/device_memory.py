@@ -76,5 +76,5 @@ class CudaMemory:
 
 
 def memory_of(device: torch.device) -> DeviceMemory | None:
-    """Return the memory of a GPU; None for a CPU, which uses the machine's memory, page by page as it is written."""
+    """Return the memory of a GPU; None for a CPU, whose memory is that of the machine."""
     return CudaMemory(device) if device.type == "cuda" else None

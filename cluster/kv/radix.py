@@ -88,7 +88,7 @@ class RadixTree:
 
     def nearest(self, tokens: Sequence[int], path: Sequence[Node], salt: int = 0) -> tuple[Node, int] | None:
         """Return the child of the last node of `path` (or of the salt's root) that shares most cells with the `tokens`
-        after `path`, and the number of these cells; None if it is 0.
+        after `path`, and the number of these cells. Returns None if no cell is shared.
 
         A cell depends on the token after it too, so n common tokens are n - 1 shared cells.
         """
@@ -108,7 +108,8 @@ class RadixTree:
     def insert(
         self, tokens: Sequence[int], pages: Sequence[int], after: Sequence[Node] = (), salt: int = 0
     ) -> list[Node]:
-        """Add `pages` under `salt`. `tokens` are all tokens of the sequence; `pages` hold those after `after`'s nodes.
+        """Add `pages` under `salt`. `tokens` are all tokens of the sequence; `pages` hold the tokens after the nodes of
+        `after`.
 
         Returns one node for each page whose following token is in `tokens`. If the tree already had a node with the
         same key, that node is returned; its page differs from the given one, which the caller frees.

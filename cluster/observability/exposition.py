@@ -3,7 +3,7 @@
 Each rank and each replica serialises its registry; `merge` combines these samples. Series of different Serve replicas
 stay separate, by the label `replica`: their sum would fall when one replica misses a scrape, and Prometheus would treat
 that as a restart of the counter. `merge` exports the same values a second time under vLLM's names (`vllm:...`), for
-tools that read those.
+tools that read vLLM's series.
 """
 
 import json

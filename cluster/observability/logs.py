@@ -247,7 +247,7 @@ def _time(record: logging.LogRecord) -> str:
 
 
 def level_and_logger(line: str) -> tuple[int, str]:
-    """Return the level and the logger of a log line in either format; 0 and "" for a continuation line."""
+    """Return the level and the logger of a log line in either format; a continuation line gives 0 and ""."""
     if line.startswith("{"):
         try:
             data = json.loads(line)

@@ -102,7 +102,9 @@ class StepStats:
 
     @property
     def replayed(self) -> bool:
-        """Whether the step was replayed as one captured program; then its device phases cannot be told apart."""
+        """Whether the step was replayed as one captured program. The device phases of such a step cannot be
+        distinguished.
+        """
         return REPLAY in self.phase_seconds
 
 

@@ -1,4 +1,4 @@
-"""Predicts step times: they decide the number of prompt rows beside decoding requests, and the expected waits.
+"""Predicts step times, which decide how many prompt rows join decoding requests, and which waits are expected.
 
 A step with prompt rows may take 1 / (1 - share) times the time of its decoding alone: with share 0.5 twice the time,
 one half for decoding and one half for prompts. `engine/calibrate.py` measures a few steps at start and fits a
@@ -33,9 +33,10 @@ class StepTimes:
     decoding request, and `groups` is the number of attention groups.
 
     `decode` gives the time by the number of decoding requests per group; each request adds `token` for each token of
-    the longest one. `target` gives the time by target rows in a group with one decoding request. A chunk adds `prefix`
-    for each token before it, and `pair` for each pair of a token before it and a row of its own. All groups together do
-    the share `crowd` of the work for rows, so a group's rows cost each other group that share of their time too.
+    the longest request. `target` gives the time by target rows in a group with one decoding request. A chunk adds
+    `prefix` for each token before it, and `pair` for each pair of a token before it and a row of its own. All groups
+    together do the share `crowd` of the work for rows, so a group's rows cost each other group that share of their time
+    too.
     """
 
     share: float
