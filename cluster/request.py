@@ -226,9 +226,7 @@ class Seeds:
         self._random = random.Random(source)
 
     def fill(self, request: Request) -> Request:
-        """Return the request, with a seed if it had none. With a seed the same tokens can be drawn again after a
-        retraction.
-        """
+        """Return the request, with a seed if it had none. A seed lets the same tokens be drawn after a retraction."""
         if request.params.seed is not None:
             return request
         return replace(request, params=replace(request.params, seed=self._random.getrandbits(62)))

@@ -26,9 +26,7 @@ class TreeShape(BaseModel):
         return self._longer(-self.forced)
 
     def forcing(self, most: int | None = None) -> "TreeShape":
-        """The shape with up to `most` forced nodes for grammars. Plain decoding, and a shape with forced nodes, stay
-        unchanged.
-        """
+        """The shape with up to `most` forced nodes for grammars. Plain and forced shapes are returned unchanged."""
         room = self.room if most is None else min(self.room, most)
         return self._longer(room) if self.num_steps and not self.forced else self
 

@@ -23,9 +23,7 @@ INTEGERS[torch.bfloat16] = torch.int16
 
 
 class AllToAll:
-    """The destinations of the m rows that this rank carries: `counts` of rows to each part, indices of rows `to` each
-    rank.
-    """
+    """Where this rank's m rows go: `counts` of rows to each part, indices of the rows that go `to` each rank."""
 
     def __init__(self, taken: Tensor, parts: int, ranks: int) -> None:
         """`taken` `[m, k]` are the parts that hold the experts of each row. Waits for the device to read the counts."""

@@ -97,9 +97,7 @@ class Coordinator:
         self._compare("plan", [row[0] for row in table], range(len(table)))
 
     def _fingerprint(self) -> int:
-        """A checksum of everything besides the facts that determines plans and scripts; cached while it does not
-        change.
-        """
+        """A checksum of everything besides the facts that determines plans and scripts; cached until a part changes."""
         given = self._mesh.world.size, self._mesh.attn.size, self._rule, self._shapes
         if any(a is not b for a, b in zip_longest(given, self._sum[0])):
             trees = [(s.num_steps, s.topk, s.num_draft_tokens) for s in self._shapes]

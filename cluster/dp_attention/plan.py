@@ -110,9 +110,7 @@ class StepPlan(NamedTuple):
         return zlib.crc32(repr(tuple(self)).encode())
 
     def tree(self, shapes: Sequence[TreeShape]) -> TreeShape:
-        """The tree of the step, from the `shapes` by tier. If a request of any group has a grammar, the tree has room
-        for forced nodes.
-        """
+        """The tree of the step, from the `shapes` by tier, with room for forced nodes if any request has a grammar."""
         return shapes[self.num_steps].forcing(self.forced)
 
     @property

@@ -115,9 +115,7 @@ class Assembler:
                 memory.move_kv_cache(*changes["copies"].view(2, -1))
 
     def batch(self, inputs: ProgramInputs) -> Batch:
-        """Build the batch of a step. A captured program begins here, so only torch operators run, and no value is read
-        back.
-        """
+        """Build the batch of a step. A captured program begins here: only torch operators run, no value is read."""
         sent = inputs.sent.lists()
         rows = sent["rows"]
         decode_rows = rows[: inputs.decodes]
@@ -191,9 +189,7 @@ def _stage_prompt(order: StepInput, staging: Staging, idle_row: int) -> None:
 
 
 def _scored(chunks: Iterable[PromptChunk]) -> Iterator[int]:
-    """The indices among all prompt rows of the rows that return log-probabilities: the first `scored` rows of each
-    chunk.
-    """
+    """The indices, among prompt rows, of rows that return log-probabilities: the first `scored` of each chunk."""
     start = 0
     for chunk in chunks:
         yield from range(start, start + chunk.scored)

@@ -372,9 +372,7 @@ class Engine(Rank):
 
 
 def _score(chunk: Chunk, given: StepDecisions, row: int) -> bool:
-    """Store the prompt log-probabilities of a chunk, which begin at row `row` of `given.scores`; return whether they
-    are finite.
-    """
+    """Store a chunk's prompt log-probabilities, from row `row` of `given.scores` on; return whether all are finite."""
     sequence, wanted = chunk.sequence, chunk.sequence.request.params.prompt_logprobs
     if not chunk.scored or wanted is None or given.scores is None:
         return True
@@ -389,9 +387,7 @@ def _score(chunk: Chunk, given: StepDecisions, row: int) -> bool:
 def _logprobs(
     found: Logprobs | None, row: int, tokens: list[int], top: int, ranks: list[int] | None = None
 ) -> Iterable[TokenLogprob]:
-    """Yield the log-probability of each of `tokens`, which are in rows `row` and on of `found`, with the `top`
-    likeliest.
-    """
+    """Yield the log-probabilities of `tokens`, from row `row` of `found` on, each with the `top` likeliest."""
     assert found is not None, "they were asked for"
     lines = slice(row, row + len(tokens))
     all_ids, all_values = found.ids[lines, :top].tolist(), found.values[lines, :top].tolist()

@@ -139,9 +139,7 @@ class Lockstep:
         return decided
 
     def _run(self, order: StepInput, words: list[int], plan: StepPlan, shape: TreeShape) -> tuple[int, Results]:
-        """Share the step input in the group, pad it to the plan, run it. Return the number of real decoding requests,
-        and the results.
-        """
+        """Share the step input in the group, pad and run it. Return how many real requests decode, and the results."""
         mesh = self.mesh
         if mesh.attn.size > 1:
             words = self.exchange.share(words)
@@ -156,8 +154,6 @@ class Lockstep:
 
 
 def _results(output: StepDecisions, real: int) -> int:
-    """Return a checksum of the results of prompts and of the first `real` decoding requests; the other requests are
-    idle.
-    """
+    """Return a checksum of the results of prompts and of the first `real` decoding requests; others are idle."""
     numbers = [number for row in output.tokens[:real] for number in row]
     return zlib.crc32(array("q", [*numbers, *output.accept_len[:real], *output.first, *output.drawn]))

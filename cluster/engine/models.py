@@ -55,9 +55,7 @@ class RankModels:
 
     @property
     def quantised(self) -> tuple[str, ...]:
-        """Sentences about quantised weights: which stay packed, which were dequantised. Empty without quantised
-        weights.
-        """
+        """Sentences about quantised weights: which stay packed, which were dequantised. Empty if there are none."""
         said = [f"target: {line}" for line in self.target.quantised]
         return (*said, *(f"draft {i}: {line}" for i, draft in enumerate(self.drafts) for line in draft.quantised))
 
@@ -75,9 +73,7 @@ class RankModels:
 
     @property
     def attention(self) -> tuple[str, ...]:
-        """Sentences about attention that FlashInfer does not compute, although it is the `attention_backend`. Empty
-        with another backend.
-        """
+        """Sentences about attention that other kernels compute if the backend is FlashInfer. Empty if it is not."""
         flashinfer, config = self.kernels.flashinfer, self.resolved.config
         if flashinfer is None:
             return ()

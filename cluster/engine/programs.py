@@ -72,8 +72,7 @@ class Programs:
         self.checksum = 0
         """The sum of the key checksums: equal on ranks with the same programs, in whatever order they were captured."""
         self.launched_anew = 0
-        """The number of steps that ran eagerly because a call of `Ahead` before their capture or replay returned False.
-        """
+        """The number of steps that ran eagerly because a call of `Ahead` before capture or replay returned False."""
 
     @property
     def captured(self) -> dict[ProgramKey, Program]:

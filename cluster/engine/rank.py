@@ -18,9 +18,7 @@ from cluster.status import EngineStatus, RankInfo
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The results of one call of `step`: the outputs of requests, and the statistics of the step whose results were
-    read.
-    """
+    """The results of one call of `step`: outputs of requests, and statistics of the step whose results were read."""
 
     outputs: tuple[SequenceOutput, ...]
     stats: StepStats
@@ -74,9 +72,7 @@ class Rank:
 
     @property
     def quiet(self) -> bool:
-        """Whether no rank had requests in the last step, and this rank has no work now. A rank alone checks only its
-        own work.
-        """
+        """Whether no rank had requests in the last step (a rank alone ignores this), and this rank has no work."""
         return (self._quiet or self._lockstep.mesh.world.size == 1) and not self.has_work
 
     @property

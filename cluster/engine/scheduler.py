@@ -148,9 +148,7 @@ class RemainingRows:
         return self.pace.cost(self.beside, start(), 1, self.prefilling) <= self.allowance
 
     def take(self, start: int, stop: int) -> int:
-        """Take the prompt rows from `start` to at most `stop - 1`, as many as the budget allows. Return their number,
-        which may be 0.
-        """
+        """Take as many prompt rows as the budget allows, of `start` to `stop - 1`. Return their number, maybe 0."""
         count = min(stop - start, self.rows)
         if self.pace is not None:
             paid = self.pace.rows(self.beside, start, count, self.allowance, self.prefilling)
@@ -241,18 +239,14 @@ class Scheduler:
         self._stop(sequence, 0)
 
     def _stop(self, sequence: RequestState, sound: int) -> None:
-        """Close the lease of a running request. The KV of its first `sound` tokens is valid, so other requests may read
-        it.
-        """
+        """Close the lease of a running request. Other requests may read the KV of its first `sound` tokens."""
         assert sequence.lease is not None, "only a running request has a lease"
         self.running.remove(sequence)
         self._cache.close(sequence.lease, sequence.tokens, sound)
         sequence.leave()
 
     def _prefill_budget(self, plan: Schedule, busiest: int) -> PrefillBudget | None:
-        """Set `plan.decode_us`. Return the times for decoding and prompts, or None without a pace or if no request of
-        any group decodes.
-        """
+        """Set `plan.decode_us`. Return the `PrefillBudget`, or None without a pace or if no group decodes."""
         committed, pace = [s.reach for s, _ in plan.decodes], self._pace
         plan.decode_us = len(committed) if pace is None else int(pace.decoding(committed)) if committed else 0
         return pace.prefill_budget(committed, busiest) if pace is not None and (committed or busiest) else None
@@ -317,9 +311,7 @@ class Scheduler:
                 self._cache.publish(sequence.lease, sequence.tokens, sequence.committed)
 
     def _admit_waiting(self, plan: Schedule, room: RemainingRows) -> None:
-        """Admit requests in order of arrival, while there are enough pages, and at least one prompt row for each
-        request.
-        """
+        """Admit requests in order of arrival, while there are pages and at least one prompt row for each request."""
         coming = {self._next(s) for s in self.running if not s.known} - {None}  # the next pages of running prompts
         spare = sum(map(self._growth, self.running))  # pages that must stay free for running requests
         passed = 0  # number of requests at the front of the queue that wait for a shared prefix
@@ -345,9 +337,7 @@ class Scheduler:
             self._ride(plan, sequence, room)
 
     def _next(self, sequence: RequestState) -> Next | None:
-        """The next `WORTH_WAITING` tokens of pages that this request will compute, as a key to compare; None if fewer
-        tokens remain.
-        """
+        """The pages of the next `WORTH_WAITING` tokens that a request computes, as a key; None if too few remain."""
         return self._cache.next(sequence.tokens, self._ahead, sequence.lease, sequence.request.cache_salt)
 
     def _growth(self, sequence: RequestState) -> int:

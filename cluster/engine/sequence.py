@@ -91,9 +91,7 @@ class RequestState:
         return len(self.scores) if self.scores_left(0, self.prompt_len) else None
 
     def scores_left(self, start: int, stop: int) -> int:
-        """How many of the prompt rows `start` to `stop - 1` must return log-probabilities. The last prompt row never
-        does.
-        """
+        """How many of prompt rows `start` to `stop - 1` must return log-probabilities. The last row never does."""
         if self.request.params.prompt_logprobs is None or self.told or len(self.scores) == self.prompt_len - 1:
             return 0
         return max(0, min(stop, self.prompt_len - 1) - start)
@@ -110,9 +108,7 @@ class RequestState:
 
     @property
     def longest(self) -> int:
-        """The most committed tokens of a running request: it has at most `limit - 1` tokens, the last of which is the
-        bonus.
-        """
+        """The most committed tokens of a running request: it has fewer than `limit` tokens, the last is the bonus."""
         return self.limit - 2
 
     @property
@@ -132,9 +128,7 @@ class RequestState:
         self.committed = self.reach = self.unread = 0
 
     def begin_prompt(self, stop: int, final: bool) -> None:
-        """Note that a step with prompt rows up to `stop` is in flight. If they are `final`, the request decodes from
-        now on.
-        """
+        """Note that a step with prompt rows up to `stop` is in flight. If `final`, the request decodes from now on."""
         self.reach, self.prefilling = stop, not final
         self.unread += final
 
@@ -153,9 +147,7 @@ class RequestState:
         self.unread += 1
 
     def accepted_run(self, count: int, shape: TreeShape) -> None:
-        """Note that a tree's results were read. They commit `count` tokens: the last bonus token and the accepted draft
-        tokens.
-        """
+        """Note that a tree's results were read: the last bonus and accepted draft tokens, `count` in all, commit."""
         self.committed += count
         self.reach -= self.most_of(shape) - count  # `begin_tree` assumed that all levels are accepted
         self.unread -= 1

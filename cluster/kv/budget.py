@@ -114,9 +114,7 @@ def kv_capacity(
 
 
 def _most(config: EngineConfig, context_length: int, window: int) -> tuple[int, str]:
-    """Return the tokens of all running requests at full context, each request rounded up to whole pages, and a text
-    about it.
-    """
+    """Return the tokens of all running requests at full context, each in whole pages, and a text about them."""
     size, requests = config.page_size, config.max_running_requests
     most = requests * -(-(context_length + window) // size) * size
     return most, f"{requests} requests at the full context of {context_length} tokens need no more"

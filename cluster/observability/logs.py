@@ -97,9 +97,7 @@ def configure(settings: LogSettings, *, rank: int | None = None, to_stderr: bool
 
 
 def _last_logger(name: str) -> logging.Logger:
-    """Return the last logger that a record of `name` reaches: the root, or a logger below the root that does not
-    propagate.
-    """
+    """Return the last logger that a record of `name` reaches: the root, or a logger that does not propagate."""
     logger = logging.getLogger(name)
     while logger.propagate and logger.parent is not None:
         logger = logger.parent
@@ -154,9 +152,7 @@ class SharedFile(logging.Handler):
             self.handleError(record)
 
     def close(self) -> None:
-        """Close the file at the first call only: a second call could close a descriptor that now belongs to another
-        file.
-        """
+        """Close the file at the first call only: a second call could close a descriptor of another file."""
         self.acquire()
         try:
             old, self._file = self._file, -1

@@ -102,9 +102,7 @@ class StepStats:
 
     @property
     def replayed(self) -> bool:
-        """Whether the step was replayed as one captured program. The device phases of such a step cannot be
-        distinguished.
-        """
+        """Whether the step was replayed as one captured program. Its device phases cannot be distinguished."""
         return REPLAY in self.phase_seconds
 
 
