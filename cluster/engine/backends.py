@@ -1,8 +1,9 @@
 """Which implementation serves each kind of kernel: one table, by backend, and the functions that read it.
 
 `select_kernels` decides the backend of a rank from the setting `attention_backend` and what this machine has.
-Everything else follows from the name of these kernels: the KV pool, attention, the sampler, how draft trees grow, how
-their paths are accepted, and token bitmasks. The torch column is the reference that every other column must equal.
+Everything else follows from the name of the selected kernels: the KV pool, attention, the sampler, how draft trees
+grow, how their paths are accepted, and token bitmasks. The torch column is the reference that every other column must
+equal.
 """
 
 import importlib
@@ -69,7 +70,7 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
         "flashinfer": "cluster.sampling.token_bitmask:barred",
     },
 }
-"""`module:name` by kind and backend. Modules are imported when they serve: Triton takes a second to load."""
+"""`module:name` by kind and backend. A module is imported only when it is needed: Triton takes a second to load."""
 
 
 class TreeBackend(NamedTuple):
@@ -88,8 +89,9 @@ def implementation(kind: str, backend: str) -> Any:
 def select_kernels(setting: str, device: torch.device, dtype: torch.dtype) -> Kernels:
     """Return the kernels for a value of the setting `attention_backend`.
 
-    `auto` selects C on a CPU and Triton on a GPU, or torch where these are not available; `about` of the torch kernels
-    then says why. FlashInfer serves only where the setting names it, as its speed has not been measured yet.
+    `auto` selects C on a CPU and Triton on a GPU. Where they are not available, it selects torch, and `about` of the
+    torch kernels says why. FlashInfer serves only where the setting names it, because the speed of FlashInfer has not
+    been measured yet.
 
     Raises:
         ConfigError: the setting names a backend that is not available here.
@@ -124,7 +126,7 @@ def bind_attention(
         more = kernels.flashinfer, [kernels.flashinfer.share(layer) for layer in layers]
     elif kernels.library is not None:
         more = (kernels.library,)
-    # Attention in torch gathers cells by indices; the others read the page table themselves.
+    # Attention in torch gathers cells by indices; other attention reads the page table itself.
     pages = gather if kernels.name == "torch" else gather.table
     windows = tuple(layer.sliding_window for layer in layers)
     attention = implementation("attention", kernels.name)
@@ -145,7 +147,7 @@ def tree_backend_of(kernels: Kernels) -> TreeBackend:
 
 
 def bitmask_of(kernels: Kernels) -> Bars:
-    """Return what applies token bitmasks to logits, of the same backend as `kernels`."""
+    """Return the function that applies token bitmasks to logits, of the same backend as `kernels`."""
     found = implementation("bitmask", kernels.name)
     bitmask: Bars = found(kernels.library) if kernels.library is not None else found
     return bitmask

@@ -29,8 +29,8 @@ class RankMemory:
 def allocate(
     models: RankModels, mesh: Mesh, device: torch.device, context_length: int, needs: Needs | None = None
 ) -> RankMemory:
-    """Allocate pools by the memory that is left after all models are loaded, of the same size on all ranks. `needs` are
-    the measured needs of a device with memory of its own; None on a CPU.
+    """Allocate pools in the memory that is left after all models are loaded, of the same size on all ranks. `needs` are
+    the measured needs of a device with memory of its own; on a CPU they are None.
 
     Raises:
         ConfigError: not even a short request would fit, or the device has less memory than the settings ask for.

@@ -32,8 +32,8 @@ KNOWS_FP8 = 8, 9
 
 @dataclass(frozen=True, slots=True)
 class RankModels:
-    """One rank's part of the models and the contexts in which they compute. `exchange` checks the script; a model that
-    the rank computes alone has another exchange in its context.
+    """One rank's part of the models and the contexts in which they compute. `exchange` checks its calls against the
+    script. The context of a model that each rank computes alone has another exchange.
     """
 
     resolved: ResolvedModels
@@ -55,7 +55,7 @@ class RankModels:
 
     @property
     def quantised(self) -> tuple[str, ...]:
-        """Sentences about quantised weights: which stay packed, which were dequantised. Empty without such weights."""
+        """Sentences about quantised weights: which stay packed, which were dequantised. Empty if there are none."""
         said = [f"target: {line}" for line in self.target.quantised]
         return (*said, *(f"draft {i}: {line}" for i, draft in enumerate(self.drafts) for line in draft.quantised))
 
@@ -73,7 +73,7 @@ class RankModels:
 
     @property
     def attention(self) -> tuple[str, ...]:
-        """Sentences about attention that FlashInfer does not compute although it is set. Empty if it is not set."""
+        """Sentences about attention that other kernels compute if the backend is FlashInfer. Empty if it is not."""
         flashinfer, config = self.kernels.flashinfer, self.resolved.config
         if flashinfer is None:
             return ()
@@ -111,7 +111,9 @@ class RankModels:
 
     @property
     def ops(self) -> tuple[Ops, Ops | None]:
-        """The exchange calls of the target and of the draft (None without one); none for a model computed alone."""
+        """The exchange calls of the target and of the draft, or None in place of the draft's if there is no draft. A
+        model that each rank computes alone makes no calls.
+        """
         of_target, of_draft = self.resolved.experts
         target = self._ops(self.target, of_target) if self.target_context.exchange is self.exchange else Ops()
         if not self.drafts:

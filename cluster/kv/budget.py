@@ -16,8 +16,8 @@ CPU_FRACTION = 0.3  # default share for KV of the memory that is free on a CPU a
 GB = 1e9
 # Reserve, as shares of the measured workspace and of the device: a later step may fragment the allocator's blocks more.
 SPARE = 0.1, 0.01
-# Share of the reserve that a configured size may use. A restart configured with the size that the first start found
-# must pass, though it measures slightly less free memory.
+# Share of the reserve that a configured size may use. A start that is configured with the size which an earlier start
+# found must pass, although the later start may measure slightly less free memory.
 RESTART = 0.5
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -77,11 +77,17 @@ def kv_capacity(
 ) -> Capacity:
     """Return the KV capacity of one rank, equal on every rank of the gang. Call it after all models are loaded.
 
-    `token_bytes`: bytes of one token in the pools of all runners together. `needs` is given for a device with its own
-    memory: `needs.left` is the capacity, or the upper limit of a configured one. On a CPU it is None. If then neither
-    `max_total_tokens` nor `kv_cache_gb` is set, `mem_fraction_static` decides: that share of the memory still free,
-    divided among the ranks of the machine, and the rank with the least memory decides for all. A capacity that is not
-    set in tokens never exceeds what all running requests need at full context. It may be 0, which `page_count` refuses.
+    `token_bytes` are the bytes of one token in the pools of all runners together. `needs` is given for a device with
+    its own memory, and None on a CPU. In order of precedence, the capacity is:
+
+    1. `max_total_tokens`, if set.
+    2. `kv_cache_gb`, if set.
+    3. On a device with its own memory: `mem_fraction_static` of the device minus the weights; if it is not set,
+       `needs.left`. On a CPU: `mem_fraction_static` of the free memory, divided among the ranks of the machine; the
+       rank with the least memory decides for all.
+
+    Capacities 2 and 3 never exceed what all running requests need at full context. A capacity of 0 is possible;
+    `page_count` refuses it.
 
     Raises:
         ConfigError: the system does not report its free memory, or the configured size does not fit on the device.
@@ -108,7 +114,7 @@ def kv_capacity(
 
 
 def _most(config: EngineConfig, context_length: int, window: int) -> tuple[int, str]:
-    """Return the tokens of all running requests at full context, each rounded up to whole pages, and a text for it."""
+    """Return the tokens of all running requests at full context, each in whole pages, and a text about them."""
     size, requests = config.page_size, config.max_running_requests
     most = requests * -(-(context_length + window) // size) * size
     return most, f"{requests} requests at the full context of {context_length} tokens need no more"
@@ -118,7 +124,8 @@ def _of_device(config: EngineConfig, needs: Needs, token_bytes: int, context_len
     """Return the capacity on a device with its own memory. One page is subtracted for the sink page.
 
     Raises:
-        ConfigError: the configured size is larger than what is left; the message says what to lower, and to what.
+        ConfigError: the configured size is larger than what is left; the message says which setting to lower, and to
+            which value.
     """
     most, enough = _most(config, context_length, window)
     left = max(0, needs.left // token_bytes - config.page_size)
@@ -188,8 +195,8 @@ def _room(config: EngineConfig, ranks: int) -> tuple[int, str]:
 def _place() -> int:
     """Return a number that identifies this machine: all ranks on it get the same one.
 
-    Two containers of one machine get the same number too, even if each has its own memory limit. Each rank then takes
-    only a share of its own limit: less than it could, never more.
+    Two containers of one machine get the same number too, even if each has its own memory limit. A rank then takes only
+    a share of the limit of its container: less than possible, never more.
     """
     try:
         machine = BOOT_ID.read_text().strip()

@@ -4,8 +4,9 @@
     owner    | tree pages, locked by the lease | the lease's own pages (window at the end) |
 
 A lease owns a page while the page fills. When all tokens of the page are committed and the token after them is known,
-`publish` moves it into the tree, while the request still runs. Other requests can read it from then on; the lease keeps
-it locked. If the tree already has a page with the same tokens, the request switches to that page and frees its own.
+`publish` moves the page into the tree, while the request still runs. From then on other requests can read the page, and
+the lease keeps it locked. If the tree already has a page with the same tokens, the request switches to that page and
+frees its own.
 
 Every page is free, in the tree, or owned by exactly one lease; `check` verifies this.
 """
@@ -22,8 +23,9 @@ from cluster.kv.radix import Key, Node, RadixTree, common
 
 
 class Next(NamedTuple):
-    """The pages that a request will compute next: the node before them (the salt if there is none), the index of the
-    first page, and the tokens of the pages plus the one after. Two equal values mean that the pages would be equal.
+    """The pages that a request will compute next: the node before them (or the salt, if no node is before them), the
+    index of the first page, and the tokens of the pages plus the token after them. Two equal values mean that the pages
+    would be equal.
     """
 
     after: Node | int
@@ -35,9 +37,9 @@ class Next(NamedTuple):
 class Lease:
     """Pages of one running request, in token order: `len(locked)` tree pages, then `own` pages.
 
-    `cached`: tokens found in the cache when the lease was opened. `source`: a node whose cells the next step copies
-    into the first own page; it is locked until then. The first `committed` of the request's `tokens` have their KV
-    cells. A lease reads and shares only pages of its own `salt`.
+    `cached` counts the tokens found in the cache when the lease was opened. `source` is a node whose cells the next
+    step copies into the first own page; the node is locked until then. The first `committed` of the request's `tokens`
+    have their KV cells. A lease reads and shares only pages of its own `salt`.
     """
 
     row: int
@@ -51,7 +53,7 @@ class Lease:
 
     @property
     def pages(self) -> int:
-        """Pages readable by the request."""
+        """The number of pages that the request can read."""
         return len(self.locked) + len(self.own)
 
 
@@ -100,7 +102,8 @@ class KVCache:
     def most_cached(self, tokens: Sequence[int], salt: int = 0, most: int | None = None) -> int:
         """Return an upper bound of the tokens that `open` would find cached, at most `most`.
 
-        These are the matching whole pages, plus all but one cell of the next page, which `open` may copy.
+        The bound is the tokens of the matching whole pages, plus all but one cell of the next page, which `open` may
+        copy.
         """
         if not self._radix:
             return 0
@@ -112,9 +115,10 @@ class KVCache:
     ) -> Lease | None:
         """Return a lease for a request with the known `tokens`, with pages for its first `reach` tokens.
 
-        Locks the longest prefix cached under `salt`, which leaves at least one token to compute, and takes pages for
-        the rest. If another page already holds the first cells of the first new page, the next step copies them, unless
-        that page must be evicted. `most` limits the cached tokens used, to whole pages, and excludes such copies.
+        Locks the longest prefix cached under `salt`, and takes pages for the rest. At least one token is left to
+        compute. If another page already holds the first cells of the first new page, the next step copies these cells,
+        unless the other page must be evicted. If `most` is given, at most `most` cached tokens are used, in whole
+        pages, and no cells are copied.
 
         Returns None, and changes no page, if rows or pages are too few, or if fewer than `spare` pages would stay free
         or evictable.
@@ -144,9 +148,9 @@ class KVCache:
         return lease
 
     def grow(self, leases: Sequence[Lease], reaches: Sequence[int]) -> bool:
-        """Give every lease i pages for its first `reaches[i]` tokens; evict cached pages if needed.
+        """Give each lease i pages for its first `reaches[i]` tokens, and evict cached pages if needed.
 
-        Returns False, with nothing changed, if free and evictable pages do not suffice for all leases.
+        Returns False and changes nothing if free and evictable pages do not suffice for all leases.
         """
         wanted = [max(0, self.pages_for(reach) - lease.pages) for lease, reach in zip(leases, reaches, strict=True)]
         total = sum(wanted)
@@ -184,7 +188,8 @@ class KVCache:
         self.table.write([lease.row] * len(swapped), swapped, [lease.locked[index].page for index in swapped])
 
     def close(self, lease: Lease, tokens: Sequence[int], committed: int) -> None:
-        """End a lease: full pages of the first `committed` tokens go to the tree as in `publish`, others are freed.
+        """End a lease. Full pages of the first `committed` tokens go to the tree as in `publish`; other own pages are
+        freed.
 
         Raises:
             ValueError: the lease is already closed.
@@ -203,10 +208,11 @@ class KVCache:
         return copies
 
     def next(self, tokens: Sequence[int], count: int, lease: Lease | None = None, salt: int = 0) -> Next | None:
-        """Return the `count` pages of `tokens` after those cached under `salt`, or after the locked pages of `lease`.
+        """Return the `count` pages of `tokens` after the pages cached under `salt`, or after the locked pages of
+        `lease`.
 
-        None without `radix`, or if `tokens` do not contain the token after those pages. Two requests with equal results
-        would compute the same pages, so the scheduler lets one of them wait.
+        Returns None without `radix`, or if `tokens` do not contain the token after the `count` pages. Two requests with
+        equal results would compute the same pages, so the scheduler lets one of them wait.
         """
         if not self._radix:
             return None
@@ -220,8 +226,8 @@ class KVCache:
     def _hand_over(self, lease: Lease, tokens: Sequence[int], committed: int) -> tuple[list[int], list[int]]:
         """Turn full own pages into locked tree pages.
 
-        Returns the own pages that the tree did not take because it had equal ones, and their indices in the page table,
-        which must now name the tree's pages.
+        Returns the own pages that the tree did not take because it had equal pages, and their indices in the page
+        table. At these indices the caller must write the tree's pages.
         """
         first = len(lease.locked)
         count = min(committed, len(tokens) - 1) // self.page_size - first
@@ -236,10 +242,11 @@ class KVCache:
         return surplus, [first + at for at in swapped]
 
     def _shared_cells(self, lease: Lease, tokens: Sequence[int]) -> tuple[int, int] | None:
-        """Return the page that already holds most cells of the lease's first own page, and their number; None if none.
+        """Return the page that already holds most cells of the lease's first own page, and their number, or None
+        without such a page.
 
-        It is a page of the tree, which this call locks as the lease's `source`, or an own page of a running request.
-        The latter needs no lock: if its owner ends, copies still run before any later step writes to the page.
+        A page of the tree is locked here, as the lease's `source`. An own page of a running request needs no lock: if
+        that request ends, the copy still runs before any later step writes to the page.
         """
         nearest = self._tree.nearest(tokens, lease.locked, lease.salt)
         page, cells = (nearest[0].page, nearest[1]) if nearest else (0, 0)
@@ -268,7 +275,8 @@ class KVCache:
             lease.source = None
 
     def check(self) -> None:
-        """Check that every page has exactly one owner, one lock for each lease that reads it, and its page table entry.
+        """Check that every page has exactly one owner, one lock for each lease that reads it, and the right page table
+        entry.
 
         Raises:
             AssertionError: a page is lost or owned twice, or a lock or a page table entry is wrong.

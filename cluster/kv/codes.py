@@ -11,14 +11,14 @@ from torch import Tensor
 from cluster.arch.cell import CodedCell
 
 BIAS = 127  # exponent bias of a scale's byte, as in float32: the byte b means 2 ** (b - 127)
-LEAST, MOST = BIAS - 117, BIAS + 119  # so scale, 1 / scale and scale * 2^-9, the smallest number, are normal floats
+LEAST, MOST = BIAS - 117, BIAS + 119  # so scale, 1 / scale and scale * 2^-9 (the smallest number) are normal floats
 
 
 def largest(dtype: torch.dtype) -> float:
     """Return the largest magnitude that an FP8 cell of `dtype` may hold; a larger one could decode to infinity.
 
-    It is 448 * 2^e = 1.75 * 2^(e + 8) for the largest scale exponent e, but no more than 1.75 * 2^k, where 2^k is the
-    largest power of two in `dtype`.
+    The magnitude is 448 * 2^e = 1.75 * 2^(e + 8) for the largest scale exponent e, but at most 1.75 * 2^k, where 2^k is
+    the largest power of two in `dtype`.
     """
     return 1.75 * 2.0 ** min(MOST - BIAS + 8, frexp(torch.finfo(dtype).max)[1] - 1)
 

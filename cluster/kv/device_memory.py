@@ -1,7 +1,8 @@
 """Device memory: how much is free, and the peak that was taken while something ran.
 
-It counts what the allocator takes from the device, not the sizes of tensors: the allocator takes large blocks, and
-keeps the parts that it cannot fill. Collectives, matrix libraries and other processes also take memory, outside it.
+Counted is the memory that the allocator takes from the device, not the sizes of tensors: the allocator takes large
+blocks, and keeps the parts that it cannot fill. Collectives, matrix libraries and other processes take memory outside
+the allocator.
 """
 
 import gc
@@ -36,7 +37,7 @@ class DeviceMemory(Protocol):
         ...
 
     def taken(self) -> int:
-        """The peak of the memory taken since `begin`, minus what was held at `begin`."""
+        """The peak of the memory in use since `begin`, minus the memory in use at `begin`."""
         ...
 
 
@@ -67,7 +68,7 @@ class CudaMemory:
         self._beside = used - self._held
 
     def taken(self) -> int:
-        """The peak since `begin`. Outside torch's allocator no peak is known, so there the present use counts."""
+        """The peak since `begin`. Outside torch's allocator no peak is known, so the present use counts instead."""
         torch.cuda.synchronize(self._device)
         free, total = torch.cuda.mem_get_info(self._device)
         beside = total - free - torch.cuda.memory_reserved(self._device)
@@ -75,5 +76,5 @@ class CudaMemory:
 
 
 def memory_of(device: torch.device) -> DeviceMemory | None:
-    """Return the memory of a GPU; None for a CPU, which uses the machine's memory, page by page as it is written."""
+    """Return the memory of a GPU; None for a CPU, whose memory is that of the machine."""
     return CudaMemory(device) if device.type == "cuda" else None

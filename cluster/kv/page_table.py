@@ -1,8 +1,8 @@
 """The page table: the pages of each running request, in token order.
 
-There are two copies. The host's copy is always current. The device's copy is current as of the last step; changes since
-then travel with the next step's `StepInput`, so leaders and followers of an attention group apply the same ones. The
-number of committed tokens of a request is decided on the device; the host learns it later.
+There are two copies. The host's copy (`held`) is always current. The device's copy (`device_pages`) is as of the last
+step. Changes since then travel with the next step's `StepInput`, so leaders and followers of an attention group apply
+the same changes. The number of committed tokens of a request is decided on the device; the host learns it later.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from cluster.batch import PageWrite
 
 
 class PageTable:
-    """Pages `[rows + 1, pages]` int32, with 0 (the sink page) in unused entries, and committed tokens `lens`
-    `[rows + 1]` int64. The last row belongs to idle (padding) requests.
+    """Pages `[rows + 1, pages]` int32, with 0 (the sink page) in unused entries, and numbers of committed tokens `lens`
+    `[rows + 1]` int64, on the device only. The last row belongs to idle (padding) requests.
     """
 
     def __init__(self, rows: int, length: int, page_size: int, device: torch.device) -> None:
@@ -66,12 +66,13 @@ class PageTable:
 
     def commit(self, rows: Tensor, lens: Tensor) -> None:
         """Set the number of committed tokens of `rows` `[B]` to `lens` `[B]`, on the device."""
-        # Padding requests, in the last row, may have accepted tokens; they must never count.
+        # Padding requests, in the last row, may have accepted tokens, which must never count.
         self.lens.index_copy_(0, rows, lens)
         self.lens[-1:].zero_()
 
     def slots(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Return the pool slots, int64, of the tokens at `positions` of `rows`, which broadcast with each other.
+        """Return the pool slots, int64, of the tokens at `positions` of `rows`; `rows` and `positions` broadcast with
+        each other.
 
         slot = page * page_size + position % page_size. Positions past the end of the table get its last slot.
         """
@@ -82,7 +83,7 @@ class PageTable:
     def first_slots(self, rows: Tensor, count: int) -> Tensor:
         """Return the pool slots `[R, count]`, int32, of the first `count` tokens of `rows` `[R]`.
 
-        If the table is shorter than `count` tokens, there are only as many columns as the table has.
+        If `count` is larger than `length`, the result has only `length` columns.
         """
         pages = self.device_pages[:, : -(-count // self.page_size)].index_select(0, rows)
         return self._offsets.add(pages[..., None], alpha=self.page_size).flatten(1)[:, :count]

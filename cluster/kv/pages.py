@@ -22,7 +22,7 @@ class PageAllocator:
     def take(self, count: int) -> list[int]:
         """Take and return the `count` lowest free pages in ascending order.
 
-        The lowest first, so that consecutive pages of a request are mostly adjacent in memory, which CPU attention
+        Taking the lowest pages makes consecutive pages of a request mostly adjacent in memory, which CPU attention
         uses.
 
         Raises:

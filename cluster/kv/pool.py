@@ -19,12 +19,13 @@ class SlotMemory(Protocol):
     def move_kv_cache(self, destination: Tensor, source: Tensor) -> None:
         """Copy slot `source[i]` to slot `destination[i]`. All sources are read before any slot is written.
 
-        In slots `[R, n]`, no row may use a slot of another row, so that rows can be moved in parallel.
+        If the slots have the shape `[R, n]`, no row may use a slot of another row, so that rows can be moved in
+        parallel.
         """
         ...
 
 
-ALIGNMENT = 64  # bytes; what torch itself aligns CPU tensors to
+ALIGNMENT = 64  # bytes; the alignment that torch gives CPU tensors
 
 
 Cell = tuple[int, int, int]
@@ -33,7 +34,7 @@ Cell = tuple[int, int, int]
 
 class KVPool:
     """The KV cache tensor `kv[layer, slot]`. A cell holds k and v side by side, so that one index copies or gathers
-    both; in FP8 also their scales. `cell` and `dtype` are the shape and dtype in which k and v are computed.
+    both. An FP8 cell also holds their scales. `cell` and `dtype` are the shape and dtype in which k and v are computed.
     """
 
     def __init__(
@@ -75,8 +76,8 @@ def pool_bytes(layers: Sequence[LayerGeometry], dtype: torch.dtype, fp8: bool) -
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor of zeros. On a CPU its pages take memory only when written: numpy uses calloc, and torch.zeros
-    would fill them at once.
+    """Return a tensor of zeros. On a CPU, its memory pages are taken only when they are written: numpy uses calloc, but
+    torch.zeros would fill them at once.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

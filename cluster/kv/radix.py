@@ -6,9 +6,9 @@ position p is computed from token p + 1 (the EAGLE shift), so the draft can reus
 Each salt has its own tree. Pages under different salts never match, so response times reveal nothing about prompts that
 were sent under another salt. Requests without a salt use salt 0.
 
-All unlocked nodes are in one list, least recently used first; eviction takes the head. Using a node moves it to the end
-of the list, and then each of its ancestors behind it. So children come before their parents, and the head is always a
-leaf: the least recently used one.
+A node is locked while a lease reads its page, and unlocked otherwise. All unlocked nodes are in one list, least
+recently used first; eviction takes the head. When a node is used, it moves to the end of the list, and then each of its
+ancestors moves behind it. So children come before their parents, and the head is always the least recently used leaf.
 """
 
 from bisect import bisect_left
@@ -70,7 +70,8 @@ class RadixTree:
     def match(self, tokens: Sequence[int], salt: int = 0) -> list[Node]:
         """Return the nodes, without the root, of the longest prefix of `tokens` cached under `salt`.
 
-        At least one token stays unmatched, as a key includes the token after its page. The nodes count as used now.
+        At least one token stays unmatched, because a key includes the token after its page. The returned nodes count as
+        used now.
         """
         path: list[Node] = []
         node = self._roots.get(salt)
@@ -87,7 +88,7 @@ class RadixTree:
 
     def nearest(self, tokens: Sequence[int], path: Sequence[Node], salt: int = 0) -> tuple[Node, int] | None:
         """Return the child of the last node of `path` (or of the salt's root) that shares most cells with the `tokens`
-        after `path`, and the number of these cells; None if it is 0.
+        after `path`, and the number of these cells. Returns None if no cell is shared.
 
         A cell depends on the token after it too, so n common tokens are n - 1 shared cells.
         """
@@ -107,10 +108,11 @@ class RadixTree:
     def insert(
         self, tokens: Sequence[int], pages: Sequence[int], after: Sequence[Node] = (), salt: int = 0
     ) -> list[Node]:
-        """Add `pages` under `salt`. `tokens` are all tokens of the sequence; `pages` hold those after `after`'s nodes.
+        """Add `pages` under `salt`. `tokens` are all tokens of the sequence; `pages` hold the tokens after the nodes of
+        `after`.
 
         Returns one node for each page whose following token is in `tokens`. If the tree already had a node with the
-        same key, that node is returned, with a different page. The caller frees the pages that the tree did not take.
+        same key, that node is returned; its page differs from the given one, which the caller frees.
         """
         node = after[-1] if after else self._roots.get(salt) or Node((salt,), -1, None)
         nodes: list[Node] = []
@@ -129,14 +131,16 @@ class RadixTree:
         return nodes
 
     def lock(self, path: Sequence[Node]) -> None:
-        """Protect these nodes from eviction until `unlock`. The caller must also hold locks on all their ancestors."""
+        """Protect the nodes of `path` from eviction until `unlock`. Precondition: the caller has locked every ancestor
+        of these nodes, or the ancestor is in `path` too.
+        """
         for node in path:
             if node.locks == 0:
                 del self._unlocked[node]
             node.locks += 1
 
     def unlock(self, path: Sequence[Node]) -> None:
-        """Undo one `lock` of each of these nodes, given parents first. They count as used now.
+        """Undo one `lock` of each node of `path`, in which parents come first. The nodes count as used now.
 
         Raises:
             ValueError: a node is not locked.
@@ -194,9 +198,11 @@ class RadixTree:
         assert all(root.children and root.key == (salt,) for salt, root in self._roots.items()), "a salt has no page"
 
     def _use(self, node: Node) -> None:
-        """Mark `node` and its ancestors as used now, up to the first locked one: unlocking will mark that and the rest.
+        """Mark `node` and its unlocked ancestors as used now.
 
-        The loop moves a child before its parent, which keeps children before parents in the list.
+        The loop stops at the first locked node: by the precondition of `lock` all ancestors of a locked node are
+        locked, and `unlock` will mark them. A child moves before its parent, so children stay before parents in the
+        list.
         """
         while node.locks == 0 and node.parent is not None:
             self._unlocked.move_to_end(node)

@@ -17,8 +17,8 @@ class TritonPool(KVPool):
     def move_kv_cache(self, destination: Tensor, source: Tensor) -> None:
         """Move slots `[R, n]` in Triton, and slots `[n]`, such as page copies, with torch; see `SlotMemory`.
 
-        One program moves all slots of a row: it reads them all before it writes. Slots without rows may overlap across
-        programs, so they cannot use it.
+        One Triton program moves all slots of a row: it reads all of them before it writes. Slots `[n]` may overlap
+        across programs, so torch moves them.
         """
         if destination.dim() != 2:
             super().move_kv_cache(destination, source)

@@ -1,9 +1,9 @@
 """Serialises metric registries as JSON, and merges many of them into one Prometheus page.
 
 Each rank and each replica serialises its registry; `merge` combines these samples. Series of different Serve replicas
-stay separate, by the label `replica`: their sum would fall when one replica misses a scrape, and Prometheus would
-treat that as a restart of the counter. For tools that read vLLM's series (`vllm:...`), `merge` exports the same values
-a second time under vLLM's names.
+stay separate, by the label `replica`: their sum would fall when one replica misses a scrape, and Prometheus would treat
+that as a restart of the counter. `merge` exports the same values a second time under vLLM's names (`vllm:...`), for
+tools that read vLLM's series.
 """
 
 import json
@@ -16,8 +16,8 @@ from prometheus_client.registry import Collector
 
 SCHEMA = 1  # version of the JSON format
 
-# Series that are not added up: of several samples with the same labels, the greatest is kept. For start times that is
-# the latest, so that the restart of any process shows.
+# Families whose series are not added up: of several samples with the same labels, the greatest value is kept. For start
+# times the greatest is the latest, so that the restart of any process shows.
 LATEST = frozenset({"aerie_build_info", "process_start_time_seconds"})
 
 # Our metric family -> its names at vLLM, under which it is exported a second time.
@@ -94,7 +94,7 @@ class Sums:
         return sum(value for own, value in self._series.get(name, ()) if labels.items() <= own.items())
 
     def by(self, label: str, name: str, **labels: str) -> dict[str, float]:
-        """Return the same sum for each value of `label`."""
+        """Return for each value of `label` the sum that `total` returns."""
         values = dict.fromkeys(own[label] for own, _ in self._series.get(name, ()) if labels.items() <= own.items())
         return {value: self.total(name, **{**labels, label: value}) for value in values}
 
@@ -110,7 +110,7 @@ class ProcessFacts(Collector):
         self._source = ProcessCollector(registry=None)
 
     def describe(self) -> Iterable[Metric]:
-        """Return nothing; without this method a registry would collect once to learn the names."""
+        """Return nothing. Without this method a registry would call `collect` once to learn the names."""
         return ()
 
     def collect(self) -> Iterable[Metric]:

@@ -1,7 +1,7 @@
 """One log for a whole server: all its processes on a machine append whole lines to the same file.
 
 A line has a time (UTC), level, logger and, where known, the rank of the process and the id of the request; the format
-`json` has the same values as one object per line. Aerie's own loggers write INFO and above, those of other libraries
+`json` has the same values as one object per line. Aerie's own loggers write INFO and above, loggers of other libraries
 WARNING and above. The file stays after the server has ended. This module does not import Ray.
 """
 
@@ -39,7 +39,7 @@ _installed: list[tuple[logging.Logger, logging.Handler]] = []
 
 @dataclass(frozen=True, slots=True)
 class LogSettings:
-    """The absolute path of the log, and its format."""
+    """The absolute path of the log, and the format of its lines."""
 
     path: str
     format: LogFormat = "text"
@@ -97,7 +97,7 @@ def configure(settings: LogSettings, *, rank: int | None = None, to_stderr: bool
 
 
 def _last_logger(name: str) -> logging.Logger:
-    """Return the last logger that a record of `name` reaches: the root, or one below it that does not propagate."""
+    """Return the last logger that a record of `name` reaches: the root, or a logger that does not propagate."""
     logger = logging.getLogger(name)
     while logger.propagate and logger.parent is not None:
         logger = logger.parent
@@ -138,7 +138,7 @@ class SharedFile(logging.Handler):
         self._file = self._open()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the line of a record, or nothing once closed; `logging` reports a failure on stderr."""
+        """Write the line of a record, or nothing after `close`. `logging` reports a failure on stderr."""
         if self._file < 0:
             return
         try:
@@ -152,7 +152,7 @@ class SharedFile(logging.Handler):
             self.handleError(record)
 
     def close(self) -> None:
-        """Close the file at the first call only: by a second call its descriptor may belong to another file."""
+        """Close the file at the first call only: a second call could close a descriptor of another file."""
         self.acquire()
         try:
             old, self._file = self._file, -1
@@ -166,7 +166,7 @@ class SharedFile(logging.Handler):
         return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def _is_current(self) -> bool:
-        """Return whether the open file still has this path; another process may have rotated it and begun a new one."""
+        """Return whether the open file still has this path. Another process may have renamed it and begun another."""
         try:
             named = Path(self._path).stat()
         except FileNotFoundError:
@@ -177,7 +177,7 @@ class SharedFile(logging.Handler):
         facts = os.fstat(self._file)
         if facts.st_size < self._limit or not stat.S_ISREG(facts.st_mode):
             return
-        fcntl.flock(self._file, fcntl.LOCK_EX)  # without it, a second process at the limit would rename the new file
+        fcntl.flock(self._file, fcntl.LOCK_EX)  # without the lock, a second process would rename the new file
         try:
             if self._is_current():
                 Path(self._path).replace(f"{self._path}.1")
@@ -243,7 +243,7 @@ def _time(record: logging.LogRecord) -> str:
 
 
 def level_and_logger(line: str) -> tuple[int, str]:
-    """Return the level and the logger of a log line in either format; 0 and "" for a continuation line."""
+    """Return the level and the logger of a log line in either format; a continuation line gives 0 and ""."""
     if line.startswith("{"):
         try:
             data = json.loads(line)

@@ -1,9 +1,10 @@
-"""Declares every metric once, and fills them; `cluster.observability.exposition` turns them into a page.
+"""Declares every metric once, and fills the metrics; `cluster.observability.exposition` turns them into a page.
 
-A rank fills `EngineMetrics` once per step; a replica with REST routes fills `ServingMetrics` once per chunk. Each
-serialises its registry to JSON, and `merge` adds the samples of all ranks and replicas, so `/metrics` is the same on
-every replica. Only sums are exported, never ratios: a reader divides after adding. A series whose labels are known in
-advance is exported at 0 before its first event: Prometheus sees no increase in a series whose first sample is 1.
+A rank fills `EngineMetrics` once per step; a replica with REST routes fills `ServingMetrics` once per chunk. Rank and
+replica serialise their registries to JSON, and `merge` adds the samples of all ranks and replicas, so `/metrics` is the
+same on every replica. Only sums are exported, never ratios: a reader divides sums after adding them. A series whose
+labels are known in advance is exported at 0 before its first event: Prometheus sees no increase in a series whose first
+sample is 1.
 """
 
 import importlib.metadata
@@ -61,11 +62,11 @@ ACCEPT_LEN_BUCKETS = tuple(float(n) for n in range(1, 18))  # at most 16 levels 
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """Statistics of one step of one rank, in plain values; the engine fills one per step.
+    """Statistics of one step of one rank, in plain values. The engine makes a `StepStats` for each step.
 
     Counts and seconds are those of this step; `EngineMetrics` adds them up. `forward_seconds` is the time inside model
     forwards, including waits for peers, and 0 in a replayed step. `status` is the state after the step and replaces the
-    previous one. `accept_lens` has one entry per request that verified a tree, bonus token included.
+    previous one. `accept_lens` has the number of tokens, bonus included, for each request that verified a tree.
     `accepted_by_depth[i]` counts the requests whose accepted path reached depth i + 1, so its sum is the number of
     accepted draft tokens. `launched_anew` is 1 if the step ran eagerly because a check before capture or replay failed.
     """
@@ -101,7 +102,7 @@ class StepStats:
 
     @property
     def replayed(self) -> bool:
-        """Whether the step was replayed as one captured program; then its device phases cannot be told apart."""
+        """Whether the step was replayed as one captured program. Its device phases cannot be distinguished."""
         return REPLAY in self.phase_seconds
 
 
@@ -114,7 +115,7 @@ class BulkHistogram(Histogram):
         self._buckets[bisect_left(self._upper_bounds, value)].inc(count)
 
     def add_all(self, values: list[int]) -> None:
-        """Observe each of a list of values, in which few distinct values repeat."""
+        """Observe every value of a list in which few distinct values repeat."""
         self._sum.inc(sum(values))
         for value in set(values):
             self._buckets[bisect_left(self._upper_bounds, value)].inc(values.count(value))
@@ -225,8 +226,8 @@ class EngineMetrics:
     def on_finished(
         self, reason: FinishReason, queue_s: float | None, prefill_s: float | None, decode_s: float | None
     ) -> None:
-        """Count a request that ended, with its seconds in the queue, in prefill and in decoding; None for a stage that
-        it has not completed.
+        """Count a request that ended, with its seconds in the queue, in prefill and in decoding. The seconds of a stage
+        that it has not completed are None.
         """
         self._finished[reason].inc()
         for stage, seconds in zip(self._stages, (queue_s, prefill_s, decode_s), strict=True):

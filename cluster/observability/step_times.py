@@ -1,7 +1,8 @@
-"""Predicts step times. From them follow the number of prompt rows beside decoding requests, and the expected waits.
+"""Predicts step times, which decide how many prompt rows join decoding requests, and which waits are expected.
 
-A step with prompt rows may take 1 / (1 - share) times as long as its decoding alone: with share 0.5 twice as long, one
-half for decoding and one half for prompts. `engine/calibrate.py` measures a few steps at start and fits a `StepTimes`.
+A step with prompt rows may take 1 / (1 - share) times the time of its decoding alone: with share 0.5 twice the time,
+one half for decoding and one half for prompts. `engine/calibrate.py` measures a few steps at start and fits a
+`StepTimes`, which other modules call the pace.
 """
 
 from bisect import bisect_left, bisect_right
@@ -11,14 +12,16 @@ from typing import NamedTuple, Self
 
 from cluster.status import StepCosts
 
-READING = 1 / 6  # largest share of a chunk's cost for reading its prefix: a long prefix is not read for a few rows
+READING = 1 / 6  # largest share of a chunk's cost that reads its prefix: no long prefix is read for a few rows
 
 Curve = tuple[tuple[int, float], ...]
 """Points (size, microseconds) in order of size."""
 
 
 class PrefillBudget(NamedTuple):
-    """Microseconds of a step: `busy` for this rank's decoding requests, `allowance` for prompt rows besides."""
+    """Microseconds of a step. `busy`: this rank's decoding, and its idle time that goes to other groups' rows.
+    `allowance`: the time for this rank's prompt rows.
+    """
 
     busy: float
     allowance: float
@@ -30,9 +33,10 @@ class StepTimes:
     decoding request, and `groups` is the number of attention groups.
 
     `decode` gives the time by the number of decoding requests per group; each request adds `token` for each token of
-    the longest one. `target` gives the time by target rows in a group with one decoding request. A chunk adds `prefix`
-    for each token before it, and `pair` for each such token and each of its own rows. The share `crowd` of the work for
-    rows is done by all groups together, so a group's rows cost each other group that share of their time too.
+    the longest request. `target` gives the time by target rows in a group with one decoding request. A chunk adds
+    `prefix` for each token before it, and `pair` for each pair of a token before it and a row of its own. All groups
+    together do the share `crowd` of the work for rows, so a group's rows cost each other group that share of their time
+    too.
     """
 
     share: float
@@ -71,8 +75,9 @@ class StepTimes:
         return max(0.0, _at(self.decode, len(committed))) + self.token * len(committed) * max(committed, default=0)
 
     def prefill_budget(self, committed: Sequence[int], busiest: float) -> PrefillBudget:
-        """Return the time that prompt rows may take beside this rank's decoding requests, if decoding takes `busiest`
-        on the busiest other rank. A rank with less decoding has idle time, minus its part in the work for others' rows.
+        """Return the times of a step for this rank's decoding and for its prompt rows, if decoding takes `busiest` on
+        the busiest other rank. A rank with less decoding than that is idle meanwhile, except for its part in the work
+        for others' rows.
         """
         own, crowded = self.decoding(committed), self.crowd * (self.groups - 1)
         # most: decoding time of the step. Of the idle time most - own, the share c / (1 + c), with
