@@ -1,11 +1,12 @@
-"""Decides which rank is at fault, from the evidence of all ranks of a gang. Pure functions; no clock.
+"""Decides which rank of a gang is at fault, from the evidence of all ranks. Pure functions; no clock.
+`gang.Gang.watch` acts on the verdict: it kills and restarts the gang.
 
 When one rank is gone, all others soon report that they lost a peer, or stop making progress; they are not at fault. The
-rank at fault is, in this order of precedence: a rank that Ray reports dead, a rank whose own step raised, a rank out of
-step, the rank that the others report lost, a rank that does not answer, a rank that answers but makes no progress.
+rank at fault is the first of these that exists: a rank that Ray reports dead, a rank whose own step raised, a rank out
+of step, the rank that the others report lost, a rank that does not answer, a rank that answers but makes no progress.
 
-A step has no time limit: a rank that makes progress, however slowly, is healthy, and so are ranks that wait for it in a
-collective. A waiting rank is at fault only if all ranks wait and none makes progress.
+A step has no time limit. A rank that makes progress, however slowly, is healthy; so are the ranks that wait for that
+rank in a collective. A waiting rank is at fault only if no rank at all makes progress.
 """
 
 from collections import Counter
@@ -18,13 +19,14 @@ from cluster.actors.messages import Blame, Failure, Heartbeat, LossKind
 SILENT_FOR_GOOD = 2.0  # a rank that has not answered for this long is given up
 STUCK_FOR_GOOD = 3.0  # a rank that answers but has made no progress for this long is given up
 ENDLESS = 100.0  # a rank that computes for this long without reaching another part of the step is in an endless loop
-SUSPICIOUS = 0.5  # a stall is blamed on a rank that has been silent for this long, before one that answers
+SUSPICIOUS = 0.5  # if the gang stalls, a rank silent for this long is blamed before a rank that answers
 
 
 @dataclass(frozen=True, slots=True)
 class RankEvidence:
-    """The evidence on one rank: its last heartbeat; the time since then if the present call is unanswered, else 0.0;
-    Ray's report of its death, if any; its own report of why its loop ended, if any.
+    """The evidence on one rank. `beat` is its last heartbeat. `silence_s` is the time since its last answer if a
+    heartbeat call is open, and 0.0 otherwise. `death` is Ray's report of the rank's death, or empty. `failure` is the
+    rank's own report of why its loop ended, or None.
     """
 
     beat: Heartbeat | None = None
@@ -35,14 +37,18 @@ class RankEvidence:
 
 @dataclass(frozen=True, slots=True)
 class Verdict(Blame):
-    """Why a gang is unhealthy. `final`: the incarnation is over. `certain`: later evidence will hardly change it."""
+    """Why a gang is unhealthy. If `final`, the incarnation is over; otherwise the rank may recover. If `certain`, later
+    evidence will hardly change which rank is blamed.
+    """
 
     final: bool = True
     certain: bool = True
 
 
 def judge(signs: Sequence[RankEvidence], limit_s: float) -> Verdict | None:
-    """Return the verdict on a gang, None if it is healthy, by the evidence of all ranks and the watchdog's limit."""
+    """Return the verdict on a gang, or None if the gang is healthy. `signs` holds the evidence on each rank, `limit_s`
+    is the watchdog's limit.
+    """
     dead = [rank for rank, sign in enumerate(signs) if sign.death]
     reports = [sign.failure for sign in signs if sign.failure is not None]
     if dead:
@@ -56,7 +62,7 @@ def judge(signs: Sequence[RankEvidence], limit_s: float) -> Verdict | None:
 
 
 def _reported(signs: Sequence[RankEvidence], reports: list[Failure]) -> Verdict:
-    """Return the verdict if ranks reported why their loops ended, and none is known to be dead."""
+    """Return the verdict if some ranks reported why their loops ended, and no rank is known to be dead."""
     all_in = len(reports) == len(signs)
     own: tuple[LossKind, ...] = ("failed", "out_of_step")
     for kind in own:
@@ -74,7 +80,7 @@ def _reported(signs: Sequence[RankEvidence], reports: list[Failure]) -> Verdict:
 
 
 def _still(signs: Sequence[RankEvidence], limit_s: float) -> Verdict | None:
-    """Return the verdict if no rank is dead and none has reported: one may be silent or stuck."""
+    """Return the verdict if no rank is dead and none reported a failure: a rank may be silent or stuck."""
     # The longest silence; ranks are negated, so that the lowest of several equally silent ranks is taken.
     silence, silent = max((sign.silence_s, -rank) for rank, sign in enumerate(signs))
     stuck = _stuck(signs, limit_s)
@@ -85,7 +91,9 @@ def _still(signs: Sequence[RankEvidence], limit_s: float) -> Verdict | None:
 
 
 def _stuck(signs: Sequence[RankEvidence], limit_s: float) -> Verdict | None:
-    """Return the verdict on ranks that answer: one may make no progress although it does not wait, or all may wait."""
+    """Return the verdict on ranks that answer heartbeats, or None if these ranks are healthy. Either a rank that does
+    not wait makes no progress, or all ranks wait for each other.
+    """
     beats = [(sign.beat.step, rank, sign.beat) for rank, sign in enumerate(signs) if sign.beat is not None]
     busy = [entry for entry in beats if entry[2].busy]
     guilty = [entry for entry in busy if not entry[2].waits and entry[2].age_s > limit_s]
@@ -109,7 +117,9 @@ def _stuck(signs: Sequence[RankEvidence], limit_s: float) -> Verdict | None:
 
 
 def _where(signs: Sequence[RankEvidence], rank: int) -> tuple[int, str]:
-    """Return the (step, phase) of a rank that cannot report it: where a peer missed it, else the latest of any rank."""
+    """Return the (step, phase) at which `rank`, which cannot report it, was lost: where a peer noticed the loss. If no
+    peer noticed, return the latest (step, phase) of any rank.
+    """
     for sign in signs:
         if sign.failure is not None and sign.failure.rank in (rank, None):
             return sign.failure.step, sign.failure.phase

@@ -1,8 +1,8 @@
-"""A gang: the ranks of one engine, which are started, watched, restarted and ended together.
+"""Starts the ranks of one engine (a gang), watches them, and kills and restarts all of them if one is lost.
 
-An incarnation is one run of the gang, from the creation of its shards to their end; a restart begins a new one. The
-replica that made a gang owns it: if the replica is killed, Ray ends the shards (their owner died) and the placement
-group (its creator died).
+A shard is the actor of one rank. An incarnation is one run of the gang, from the creation of the shards to their end; a
+restart begins a new incarnation. The replica that made a gang owns the gang: if the replica is killed, Ray ends the
+shards (their owner died) and the placement group (its creator died).
 """
 
 import asyncio
@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 GRACE_S = 1.0  # after the first evidence of a loss: how long to wait for evidence that names the rank at fault
 FRUITLESS = 16
-"""The gang is given up after this many incarnations in a row that ended early and served no request. It must exceed the
-recovery from one fatal request: among 1,024 requests that began in the fatal step, bisection finds it in ten
-incarnations, and it is then tried alone three times.
+"""The gang is given up after this many incarnations in a row that ended early and served no request. The number must
+exceed what one fatal request costs: among 1,024 requests that began in the fatal step, bisection finds the fatal one in
+ten incarnations, and then tries that request alone three times.
 """
 RETRY_S = 0.5  # between two attempts to restart
 PATIENCE_SHARE = 4.0  # limit of a whole restart, as a multiple of the first start, unless restart_timeout_s is set
@@ -45,7 +45,7 @@ class Owner(Protocol):
     """Callbacks for the losses and restarts of a gang, called on the event loop that watches it."""
 
     async def on_down(self, loss: Loss) -> None:
-        """An incarnation is over and its shards are killed; items that they had sent may be read until this returns."""
+        """An incarnation is over and its shards are killed; step items already sent may be read until this returns."""
         ...
 
     def on_up(self) -> None:
@@ -58,10 +58,10 @@ class Owner(Protocol):
 
 
 class Gang:
-    """The present incarnation of a gang, and the losses that ended the earlier ones."""
+    """The present incarnation of a gang, and the losses that ended the earlier incarnations."""
 
     def __init__(self, spec: GangSpec, on_loss: Callable[[Loss], None] | None = None) -> None:
-        """`on_loss` is called once when a loss is noticed and again, if the gang comes back, when it serves again."""
+        """`on_loss` is called when a loss is noticed, and a second time if the gang serves again after that loss."""
         self.spec = spec
         self.losses: list[Loss] = []
         self.lost = ""  # why the gang will not come back
@@ -91,7 +91,7 @@ class Gang:
 
     @property
     def infos(self) -> list[RankInfo]:
-        """What the ranks of the latest incarnation run with."""
+        """The settings and hardware of each rank of the latest incarnation."""
         return self._infos
 
     @property
@@ -104,7 +104,7 @@ class Gang:
 
         Raises:
             PlacementError: the cluster has too few free resources.
-            ConfigError: the engine refused its config or a checkpoint, or there is not one bundle per rank.
+            ConfigError: the engine refused its config or a checkpoint, or the number of bundles is not `tp_size`.
             GangStartError: a shard died or failed while loading.
         """
         if self.world != self.spec.config.tp_size:
@@ -122,18 +122,18 @@ class Gang:
 
     @property
     def patience_s(self) -> float:
-        """How long streams wait for a restart: `restart_timeout_s`, or a multiple of the time of the first start."""
+        """Seconds that streams wait for a restart: `restart_timeout_s`, or by default a multiple of the first start."""
         given = self.spec.config.restart_timeout_s
         return max(PATIENCE_FLOOR_S, PATIENCE_SHARE * self._start_s) if given is None else given
 
     @property
     def start_s(self) -> float:
-        """How long the first start took, without downloads; 0.0 before it is over."""
+        """Seconds that the first start took, without downloads; 0.0 until the gang has started."""
         return self._start_s
 
     async def _begin(self, timeout_s: float, still_s: float = math.inf) -> Incarnation:
-        """Start an incarnation and return it; see `Incarnation.begin`. Later ones get a KV cache as large as the first,
-        whatever memory is free by then, because open streams were admitted for that size.
+        """Start an incarnation by `Incarnation.begin` and return it. Every later incarnation gets a KV cache of the
+        same size as the first, however much memory is free, because open streams were admitted for that size.
         """
         assert self._placement is not None
         held = self._infos[0] if self._infos else None
@@ -147,7 +147,7 @@ class Gang:
         return life
 
     def keep(self, sample: bytes) -> None:
-        """Set the replica's latest registry sample, which rank 0 of each later incarnation keeps."""
+        """Set the replica's latest registry sample; each later incarnation gives it to its rank 0 to keep."""
         self._sample = sample
 
     async def pulse(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
@@ -156,14 +156,14 @@ class Gang:
             await self.life.pulse(timeout_s)
 
     def trouble(self) -> str:
-        """Return why the gang is unhealthy now, naming the rank; empty if it is healthy. A stalled rank may recover."""
+        """Return why the gang is unhealthy now, naming the rank; empty if healthy. A stalled rank may still recover."""
         if self.lost or self._restarting:
             return self.lost or self._restarting
         verdict = self._verdict(self.life) if self.life else None
         return "" if verdict is None else str(verdict)
 
     def history(self) -> GangHistory:
-        """Return what was decided before the start, and the incarnations and losses since."""
+        """Return the facts decided before the start, the number of earlier incarnations, and the latest losses."""
         start_s, patience_s = round(self._start_s, 1), round(self.patience_s, 1)
         latest = tuple(self.losses[-LOSSES_SHOWN:])
         return GangHistory(self.spec.decided, start_s, patience_s, self.epoch, latest, self.spec.name)
@@ -172,7 +172,9 @@ class Gang:
         return judge(life.signs(), self.spec.config.watchdog_timeout_s)
 
     async def watch(self, owner: Owner) -> None:
-        """Watch the gang and restart it whenever it loses a rank, until it cannot be brought back."""
+        """Watch the gang, and kill and restart all ranks whenever a rank is lost. Return when a restart has failed for
+        good or the gang was killed.
+        """
         fruitless = 0
         try:
             while self._life is not None:
@@ -205,7 +207,9 @@ class Gang:
             self.kill()
 
     async def _loss(self, life: Incarnation) -> tuple[Loss, float]:
-        """Wait for the end of an incarnation; return the loss, with the rank at fault, and when it was noticed."""
+        """Wait until an incarnation is over. Return the loss, which names the rank at fault, and the time of noticing
+        (monotonic clock).
+        """
         limit = self.spec.config.watchdog_timeout_s
         period, said = min(1.0, limit / 4), ""
         while True:
@@ -213,7 +217,7 @@ class Gang:
             asked = time.monotonic()
             await _within(period, life.alarm)
             late = time.monotonic() - asked - period
-            if late > period:  # this process was stopped meanwhile, so the ranks' silence says nothing
+            if late > period:  # this process itself was stopped, so the silence of the ranks is no evidence
                 life.forgive(late)
             verdict = self._verdict(life)
             if verdict is not None and verdict.final:
@@ -232,7 +236,9 @@ class Gang:
         return Loss(*where, epoch=life.epoch, at=time.time(), noticed_s=max(0.0, silence)), noticed
 
     async def _restart(self, loss: Loss, noticed: float) -> None:
-        """Start incarnations in the same placement group until one serves; set `lost` when `patience_s` is over."""
+        """Start new incarnations in the same placement group until one serves. If none serves within `patience_s` of
+        `noticed`, set `lost`.
+        """
         until = noticed + self.patience_s
         still_s = max(STILL_FLOOR_S, STILL_SHARE * self._start_s)
         attempts, why = 0, ""
@@ -271,7 +277,7 @@ class Gang:
             logger.exception("gang %s: on_loss failed", self.spec.name)
 
     async def stop(self, timeout_s: float = 3.0) -> None:
-        """End the loops after their step, then the shards and the placement group."""
+        """End the step loops after their present step, then the shards and the placement group."""
         if self.life:
             await self.life.stop(timeout_s)
         self.kill()

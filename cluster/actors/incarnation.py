@@ -1,4 +1,6 @@
-"""One incarnation of a gang: its shards from their creation to their end. A gang that loses a rank gets a new one."""
+"""One incarnation of a gang: the shards (actors, one per rank) from their creation to their end. A gang that loses a
+rank gets a new incarnation.
+"""
 
 import asyncio
 import contextvars
@@ -29,7 +31,7 @@ NAMESPACE = "aerie"
 CONTROL_TIMEOUT_S = 0.5  # a control call that takes longer counts as unanswered
 LOOK_S = 1.0  # between two checks of shards that are loading
 REASON_TIMEOUT_S = 0.5  # after the first load error: how long to wait for errors that are closer to the cause
-OUTPUTS_AHEAD = 4  # the most unread stream items at the replica; then a shard puts several steps into one item
+OUTPUTS_AHEAD = 4  # the most unread stream items at the replica; beyond that a shard puts several steps into one item
 
 
 class GangStartError(RuntimeError):
@@ -38,7 +40,9 @@ class GangStartError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class GangSpec:
-    """What to start: the engine's config, the layout of its ranks, and the name under which its shards are found."""
+    """What to start: the engine's config, the layout of its ranks, and the gang's `name`, with which the names of the
+    shards and the placement group begin.
+    """
 
     config: EngineConfig
     layout: Layout
@@ -54,12 +58,15 @@ class GangSpec:
 
     @property
     def leaders(self) -> range:
-        """The leaders, which take requests and return outputs, by dp rank: the first rank of each attention group."""
+        """The first rank of each attention group, by dp rank. These leaders take requests and return outputs."""
         return range(0, self.world, self.world // self.config.attn_dp_size)
 
 
 class Incarnation:
-    """The handles of an incarnation's shards, by rank, and the evidence of the health of each."""
+    """The handles of an incarnation's shards, by rank, and the evidence of each rank's health.
+
+    Times are those of this process's monotonic clock ("our clock").
+    """
 
     def __init__(self, spec: GangSpec, placement: Placement, epoch: int) -> None:
         self.spec = spec
@@ -74,15 +81,15 @@ class Incarnation:
         self._placement = placement
         self._deaths = [""] * spec.world
         self._failures: list[Failure | None] = [None] * spec.world
-        self._answered: list[float] = []  # when each rank last answered, on our clock
+        self._answered: list[float] = []  # when each rank last answered
         self._asking: list[asyncio.Task[None] | None] = [None] * spec.world
         self._following: list[asyncio.Task[None]] = []
         self._context = contextvars.Context()
 
     async def begin(self, timeout_s: float, still_s: float = math.inf) -> None:
-        """Create the shards and load them in parallel; after an error the caller must `kill` the created ones. First,
-        one shard of each node downloads the hub's models that the node lacks. The time of the downloads is in
-        `fetched_s` and does not count as loading.
+        """Create the shards and load them in parallel. After an error the caller must call `kill`. Before loading, one
+        shard of each node downloads the hub's models that the node lacks; `fetched_s` is the time of these downloads,
+        which does not count against the limits.
 
         Raises:
             ConfigError: the engine refused its config or a checkpoint.
@@ -121,10 +128,10 @@ class Incarnation:
         await self._loaded(fetching, math.inf, math.inf)
 
     async def _loaded(self, loads: Sequence[Any], until: float, still_s: float) -> list[Any]:
-        """Wait for the answers of all ranks and return them.
+        """Wait for all calls in `loads` and return their answers, until the time `until` or `still_s` without progress.
 
         Raises:
-            ConfigError, GangStartError: of the first errors, the one that is closest to the cause.
+            ConfigError, GangStartError: if several ranks fail, the error that is closest to the cause.
         """
         tasks = [asyncio.ensure_future(load) for load in loads]
         try:
@@ -134,7 +141,7 @@ class Incarnation:
                 task.cancel()
 
     async def _all_of(self, tasks: Sequence[asyncio.Task[Any]], until: float, still_s: float) -> list[Any]:
-        """Return the results of `_loaded`; the caller cancels the tasks that have not ended."""
+        """Do the waiting of `_loaded`, which afterwards cancels the tasks that have not ended."""
         began = time.monotonic()
         late, why = set(tasks), ""
         while late and not why and not any(task.exception() for task in tasks if task.done()):
@@ -158,7 +165,7 @@ class Incarnation:
         return [task.result() for task in tasks]
 
     def _last_progress(self) -> float:
-        """When any rank last made progress by its heartbeats, on our clock."""
+        """The time of the latest progress of any rank, by the heartbeats."""
         heard = zip(self._answered, self.beats, strict=True)
         return max(at - (0.0 if beat is None else beat.age_s) for at, beat in heard)
 
@@ -173,13 +180,13 @@ class Incarnation:
         )
 
     def open_stream(self, rank: int) -> Any:
-        """Return the stream of a leader's step items; it raises RayActorError if the shard dies."""
+        """Return the stream of a leader's step items. Reading the stream raises RayActorError if the shard dies."""
         outputs = self.shards[rank].outputs
         return outputs.options(num_returns="streaming", _generator_backpressure_num_objects=OUTPUTS_AHEAD).remote()
 
     def read_grammar(self, leader: int, grammar: str) -> asyncio.Task[tuple[str, str]]:
-        """Have the ranks of a leader's group read a compiled grammar. The task returns the name under which they keep
-        it, and why a rank cannot use it (empty if all can).
+        """Have the ranks of a leader's group read a compiled grammar. The task returns the name under which the ranks
+        keep the grammar, and why a rank cannot use it (empty if all ranks can).
         """
         group = range(leader, leader + self.spec.world // len(self.spec.leaders))
         # In the owner's context, not a request's: see `ask`.
@@ -226,7 +233,9 @@ class Incarnation:
             self.mark_failed(rank, f"its heartbeat failed: {first_line(error)}")
 
     async def _follow(self, rank: int) -> None:
-        """Wait for the end of a rank: Ray reports the death of its process, the rank itself the end of its loop."""
+        """Wait for the end of a rank, and note the reason. Ray reports the death of the rank's process; the rank itself
+        reports the end of its loop.
+        """
         try:
             failure: Failure | None = await self.shards[rank].end.remote()
         except RayActorError as error:
@@ -246,7 +255,7 @@ class Incarnation:
         self.alarm.set()
 
     def mark_failed(self, rank: int, reason: str) -> None:
-        """Note that a shard no longer works; a failure that the shard itself reported is kept."""
+        """Note that a shard no longer works, unless a failure is already noted."""
         if self._failures[rank] is None:
             beat = self.beats[rank]
             where = (0, "start") if beat is None else (beat.step, beat.phase)
@@ -254,11 +263,11 @@ class Incarnation:
         self.alarm.set()
 
     def mark_alive(self) -> None:
-        """Note that a step item came: the ranks step together, so all of them were alive."""
+        """Note that a step item came from some rank: the ranks step together, so all ranks were alive."""
         self.last_item = time.monotonic()
 
     def heard(self, rank: int) -> tuple[float, EngineStatus] | None:
-        """Return when a rank's last heartbeat arrived, on our clock, and its status; None before the first."""
+        """Return when a rank's last heartbeat arrived and the engine's status in it; None before the first one."""
         beat = self.beats[rank]
         return None if beat is None else (self._answered[rank], beat.status)
 
@@ -267,7 +276,7 @@ class Incarnation:
         self._answered = [at + seconds for at in self._answered]
 
     def last_sign(self, rank: int) -> float:
-        """When a rank was last known to be alive, on our clock."""
+        """The time when a rank was last known to be alive."""
         return max(self._answered[rank], self.last_item) if self._answered else time.monotonic()
 
     def signs(self) -> list[RankEvidence]:
@@ -308,12 +317,17 @@ class Incarnation:
 
 
 def _says_little(error: BaseException) -> int:
-    """Sort key of load errors: ConfigError, then a rank's own errors, last reports of lost peers; see `_named`."""
+    """Sort key of load errors; the smallest is closest to the cause: 0 for a ConfigError, 1 for a rank's own error, 2
+    for the report of a lost peer. `_named` marks the last kind by `raise ... from cause`, and all others by `from
+    None`; so only reports of lost peers have a LoadError as `__cause__`.
+    """
     return 0 if isinstance(error, ConfigError) else 2 if isinstance(error.__cause__, LoadError) else 1
 
 
 async def _named(rank: int, ref: Any) -> Any:
-    """Await an actor call of the start; raise a ConfigError unchanged, every other error with the rank's name."""
+    """Await an actor call made while the gang starts. Raise a ConfigError with its own message, and any other error as
+    a GangStartError that names the rank. `_says_little` relies on `from cause` and `from None` below.
+    """
     try:
         return await ref
     except RayTaskError as error:

@@ -1,4 +1,6 @@
-"""Placement of a gang: one bundle per rank in one placement group, each attention group on one node if possible."""
+"""Placement of a gang: a placement group with one bundle per rank, with each attention group on one node if possible.
+The choice of the device and of the bundles is here too.
+"""
 
 import asyncio
 import logging
@@ -17,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 Device = Literal["auto", "cpu", "cuda"]
 ACCELERATOR_SHARE = 0.001  # Ray's convention: asking for a little of `accelerator_type:X` pins a bundle to such nodes
-LOOK_S = 1.0  # between two checks of why a gang has no resources yet
+LOOK_S = 1.0  # seconds between two checks of why a gang has no resources yet
 
 
 class PlacementError(RuntimeError):
@@ -26,7 +28,7 @@ class PlacementError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A placement group that is ready. `order[rank]` is the bundle of a rank, `nodes[rank]` its node."""
+    """A placement group that is ready. `order[rank]` is the bundle of a rank, `nodes[rank]` the node of that bundle."""
 
     group: PlacementGroup
     order: tuple[int, ...]
@@ -48,10 +50,11 @@ class Placement:
         }
 
     async def renew(self, timeout_s: float) -> "Placement":
-        """Return the same group with its present nodes: Ray moves the bundles of a dead node to other nodes.
+        """Wait until the placement group is ready again, and return a placement with its present nodes. Ray moves the
+        bundles of a dead node to other nodes.
 
         Raises:
-            PlacementError: Ray found no nodes for them within `timeout_s`.
+            PlacementError: Ray found no nodes for the bundles within `timeout_s`.
         """
         if not await asyncio.to_thread(self.group.wait, timeout_s):
             lack = await asyncio.to_thread(_lack, self.layout, "")
@@ -59,16 +62,16 @@ class Placement:
         return _placed(self.group, self.layout)
 
     def remove(self) -> None:
-        """Release the bundles; Ray ends actors that still run on them."""
+        """Release the bundles; Ray ends the actors that still run on these bundles."""
         remove_placement_group(self.group)
 
 
 async def reserve(layout: Layout, name: str) -> Placement:
-    """Create the placement group and wait until every bundle has its resources, up to the limits in `layout`. The log
-    says what is missing.
+    """Create the placement group `name` and wait until every bundle has its resources. `layout` says how long; while
+    this waits, the log says what is missing.
 
     Raises:
-        PlacementError: the resources are not free within the limit.
+        PlacementError: the resources were not free in time.
     """
     group = placement_group([dict(bundle) for bundle in layout.bundles], strategy=layout.strategy, name=name)
     began, said = time.monotonic(), ""
@@ -95,11 +98,13 @@ def _placed(group: PlacementGroup, layout: Layout) -> Placement:
 
 
 def rank_order(node_of: Mapping[int, str], own_node: str, group: int = 1) -> tuple[int, ...]:
-    """Return the bundle of each rank, given the node of each bundle; `group` is the size of an attention group.
+    """Return the bundle of each rank, given the node of each bundle (`node_of`). `own_node` is the caller's node,
+    `group` the size of an attention group.
 
-    As many groups as possible lie on one node each; the remaining bundles of the nodes form the other groups. The
-    caller's node comes first, then nodes with more bundles, then those with lower bundle indices. Ray numbers bundles
-    in the order of the request, which says nothing about nodes.
+    Each node's bundles are cut into attention groups of `group` bundles. The bundles left over on all nodes then form
+    groups that span nodes. Nodes are sorted: the caller's node first, then nodes with more bundles, then by lowest
+    bundle index. Groups with a bundle on the caller's node come first. The bundle indices themselves say nothing about
+    nodes: Ray numbers bundles in the order of the request.
     """
     held: dict[str, list[int]] = {}
     for bundle in sorted(node_of):
@@ -119,14 +124,14 @@ def rank_order(node_of: Mapping[int, str], own_node: str, group: int = 1) -> tup
 
 @dataclass(frozen=True, slots=True)
 class _Lack:
-    """Why a gang cannot get its resources now, and how long to wait for a change."""
+    """Why a gang cannot get its resources now, and for how long the gang may wait for them."""
 
     reason: str
     wait_s: float
 
 
 def _lack(layout: Layout, name: str) -> _Lack:
-    """Return what keeps the gang `name` from its bundles: too few nodes, or others that hold the resources."""
+    """Return why the gang `name` has no bundles yet: the nodes are too few, or other gangs hold the resources."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
     if reason := never(layout, nodes):
         more = "; if nodes are still to join, placement_group_config.wait_s says how long to wait for them"
@@ -147,7 +152,9 @@ def _lack(layout: Layout, name: str) -> _Lack:
 
 
 def _holders(layout: Layout, name: str) -> dict[str, dict[str, float]]:
-    """Return what other placement groups hold of the needed resources (of GPUs only, if needed), by group name."""
+    """Return the resources that other placement groups hold, by group name. Counted are the resources that `layout`
+    needs; only GPUs are counted if it needs GPUs.
+    """
     wanted = ("GPU",) if "GPU" in layout.demand else tuple(layout.demand)
     holders: dict[str, dict[str, float]] = {}
     for group in placement_group_table().values():
@@ -168,14 +175,14 @@ def cluster_gpus() -> float:
 def device_of(
     asked: Device, bundles: Sequence[Mapping[str, float]] | None, accelerator_type: str | None, gpus: float
 ) -> tuple[Literal["cpu", "cuda"], str]:
-    """Return the device of all ranks, and the reason. `asked` is the setting, `bundles` those of a
-    placement_group_config, `gpus` the number of GPUs in the cluster.
+    """Return the device of all ranks, and the reason. `asked` is the setting `device`, `bundles` are the bundles of
+    placement_group_config (None if not given), `gpus` is the number of GPUs in the cluster.
 
-    `auto` follows the bundles if they are given. Else it means cuda if an accelerator type is given or the cluster has
-    GPUs.
+    If bundles are given, `auto` is cuda only if every bundle reserves a GPU. If none are given, `auto` is cuda only if
+    an accelerator type is given or the cluster has GPUs.
 
     Raises:
-        ValueError: the setting is cuda, and a given bundle reserves no GPU.
+        ValueError: `asked` is cuda, and a given bundle reserves no GPU.
     """
     with_gpu = bundles is not None and all(bundle.get("GPU", 0.0) > 0 for bundle in bundles)
     if asked == "cuda":
@@ -196,7 +203,7 @@ def device_of(
 
 
 def check_shares(bundles: Sequence[Mapping[str, float]]) -> None:
-    """Check the share of a GPU that each rank on CUDA gets; `bundles` holds one bundle per rank.
+    """Check how much of a GPU each rank on CUDA gets; `bundles` holds one bundle per rank.
 
     Raises:
         ValueError: a rank would get more than one GPU, or a gang of several ranks would share GPUs.
@@ -216,7 +223,7 @@ def check_shares(bundles: Sequence[Mapping[str, float]]) -> None:
 
 
 def default_bundle(device: Device, accelerator_type: str | None) -> dict[str, float]:
-    """Return the bundle of one rank if placement_group_config gives none."""
+    """Return the bundle that a rank gets if placement_group_config has no bundles."""
     if device == "cuda" or accelerator_type is not None:
         return {"CPU": 1.0, "GPU": 1.0}
     return {"CPU": 1.0}
@@ -231,10 +238,11 @@ def layout_of(
     device: Device = "auto",
     accelerator_type: str | None = None,
 ) -> Layout:
-    """Return the layout for a placement_group_config; `device` is the result of `device_of`.
+    """Return the layout of `world` ranks by a placement_group_config: `bundles` has one bundle per rank; otherwise
+    every rank gets `bundle_per_worker`, or `default_bundle`. `device` is the result of `device_of`.
 
     Raises:
-        ValueError: the number of bundles is not the number of ranks.
+        ValueError: the number of `bundles` is not `world`.
     """
     if bundles is not None and len(bundles) != world:
         raise ValueError(

@@ -1,9 +1,9 @@
 """How fast a rank computes prompts, by the rules of `engine/scheduler.py` and the measured step times.
 
-While no request of any rank decodes, a step holds as many prompt rows as `chunked_prefill_size` allows. While a request
-decodes, it holds as many as the prefill budget of `prefill_share` allows. All ranks step together, so a step lasts as
-long as that of the slowest rank. With `mixed_prefill_size` no steps are measured; then the time per row is learnt from
-earlier prompts.
+A prompt row is one prompt token to compute. While no request of any rank decodes ("alone"), a step holds at most
+`chunked_prefill_size` prompt rows. While some request decodes ("beside" decoding), the prefill budget of
+`prefill_share` limits the prompt rows of a step. All ranks step together, so each step lasts as long as on the slowest
+rank. With `mixed_prefill_size` no steps are measured; then the time per row is learnt from earlier prompts.
 """
 
 from collections.abc import Sequence
@@ -24,8 +24,8 @@ def chunk_of(config: EngineConfig) -> int:
 
 
 class Drift(NamedTuple):
-    """Ratios of the present to the measured step times of a rank: `decode` for steps of decoding alone, `alone` for
-    steps of prompt rows alone; for prompt rows beside decoding it is `decode * prompt`.
+    """Ratios of the present to the measured step times of a rank. `decode` is the ratio for steps that only decode,
+    `alone` for steps with only prompt rows, and `decode * prompt` for prompt rows beside decoding.
     """
 
     decode: float = 1.0
@@ -34,14 +34,16 @@ class Drift(NamedTuple):
 
     @classmethod
     def of_gang(cls, ranks: Sequence["Drift"]) -> "Drift":
-        """Return the largest ratios, as the slowest rank decides. 1.0 is skipped: that rank has learnt nothing yet."""
+        """Return the largest of each ratio over the ranks, as the slowest rank decides. A ratio of 1.0 is skipped: that
+        rank has learnt nothing yet.
+        """
         columns = zip(*ranks, strict=True)
         return cls(*(max((value for value in column if value != 1.0), default=1.0) for column in columns))
 
 
 class RankWork(NamedTuple):
-    """The present work of one rank. `committed` holds the tokens of each decoding request. `rows` prompt rows are left
-    to compute; those of the next step follow, on average, `start` tokens of their prompts.
+    """The present work of one rank. `committed` holds the number of tokens of each decoding request. `rows` prompt rows
+    are left to compute. `start` is the average number of tokens before each prompt row of the next step.
     """
 
     committed: Sequence[int]
@@ -50,8 +52,9 @@ class RankWork(NamedTuple):
 
 
 class PromptSeconds(NamedTuple):
-    """The time of a prompt: `beside` while any request of the gang decodes, `alone` while none does. When requests
-    begin to decode, `late` seconds are lost: a rank learns of the others' decoding one step late.
+    """Predicted seconds to compute one whole prompt: `beside` if some request of the gang decodes all the time, `alone`
+    if no request decodes. Each time decoding begins while the prompt is computed, `late` seconds are added once,
+    because a rank learns one step late that other ranks decode.
     """
 
     beside: float
@@ -61,17 +64,19 @@ class PromptSeconds(NamedTuple):
 
 @dataclass(slots=True)
 class PrefillSpeed:
-    """The time that one rank needs for prompt rows: by the measured `pace`, or `row_s` seconds per row without it."""
+    """The time that one rank needs for prompt rows. `pace` holds the measured step times; if it is None, every row
+    takes `row_s` seconds.
+    """
 
     pace: StepTimes | None
     row_s: float
     chunk: int  # the most prompt rows of a step
     committed: Sequence[int]  # tokens of each decoding request of this rank; (1,) if no request of the gang decodes
-    busiest_us: float  # time of the decoding of the busiest other rank
+    busiest_us: float  # longest decoding time per step among the other ranks
     others: Sequence[RankWork]  # other ranks that compute prompts
     drift: Drift = field(default_factory=Drift)
     _alone: dict[tuple[int, int], float] = field(default_factory=dict)  # seconds per row, by bucket and chunk
-    _beside: dict[int, tuple[float, float]] = field(default_factory=dict)  # seconds of a step, its rows; by bucket
+    _beside: dict[int, tuple[float, float]] = field(default_factory=dict)  # (seconds, prompt rows) of a step, by bucket
 
     @classmethod
     def of_ranks(
@@ -95,7 +100,9 @@ class PrefillSpeed:
         ]
 
     def seconds(self, start: int, rows: int, queued: int) -> PromptSeconds:
-        """Return the time of `rows` prompt rows after `start` tokens; the rank has `queued` prompt rows in all."""
+        """Return the time of a prompt with `rows` rows left after `start` computed tokens. `queued` is the number of
+        prompt rows that the rank has to compute in total.
+        """
         if self.pace is None:
             return PromptSeconds(rows * self.row_s, rows * self.row_s, 0.0)
         chunk = max(1, min(self.chunk, queued))
@@ -107,8 +114,8 @@ class PrefillSpeed:
         return PromptSeconds(rows * step_s / held, rows * alone, late)
 
     def passing(self, start: int) -> tuple[float, float]:
-        """Return, while a request decodes, the seconds of a step and the mean number of rows of later prompts in it,
-        besides the rows of a first prompt of which `start` tokens are computed.
+        """Return (seconds of a step beside decoding, mean number of rows of later prompts in the step). These rows fit
+        in addition to the rows of the first queued prompt, of which `start` tokens are computed.
         """
         pace = self.pace
         if pace is None:
@@ -122,7 +129,9 @@ class PrefillSpeed:
         return step_s, max(0.0, (dear / cheap - 1) / 2) if cheap else 0.0
 
     def step_s(self, start: int, rows: int, decodes: bool) -> float:
-        """Return the seconds of a step with `rows` prompt rows after `start` tokens, or as many of them as fit."""
+        """Return the seconds of a step that computes `rows` prompt rows after `start` tokens, or fewer if not all fit.
+        `decodes`: some request of the gang decodes.
+        """
         if self.pace is None:
             return 0.0
         if decodes:
@@ -130,7 +139,7 @@ class PrefillSpeed:
         return self._alone_us(start, min(rows, self.chunk)) * US
 
     def _step_beside(self, start: int) -> tuple[float, float]:
-        """Return the seconds of a step with decoding requests, and how many prompt rows of this rank it holds."""
+        """Return (seconds, prompt rows of this rank) of a step beside decoding."""
         bucket = start // BUCKET
         if bucket not in self._beside:
             step_us, rows = self._beside_us(start)
@@ -153,12 +162,12 @@ class PrefillSpeed:
         allowance = prefill_budget.allowance / self.drift.prompt
         rows: float = pace.rows(beside, start, self.chunk, allowance, others)
         least = pace.least(beside, start, self.chunk, others)
-        if rows < least:  # the scheduler takes `least` rows, which overdraws the budget; later steps get less of it
+        if rows < least:  # the scheduler takes `least` rows, more than the budget; later steps get a smaller budget
             rows = least * allowance / pace.cost(beside, start, least, others)
         return self.drift.decode * (prefill_budget.busy + prefill_budget.allowance), max(rows, 1e-3)
 
     def _alone_us(self, start: int, rows: int) -> float:
-        """Return the microseconds of a step without decoding requests; prompts of other ranks may make it longer."""
+        """Return the microseconds of a step without decoding; longer prompts on other ranks make the step longer."""
         pace = self.pace
         if pace is None:
             return 0.0

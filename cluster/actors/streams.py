@@ -1,7 +1,7 @@
-"""The open streams of a replica: what was sent on each, and how it continues after the loss of its gang.
+"""The open streams of a replica: the tokens sent on each stream, and how streams continue after the loss of the gang.
 
 By law 1 (docs/architecture.md) a request's tokens depend only on its prompt, its settings and its seed. So after a loss
-a stream is submitted again, with the tokens already sent as part of its prompt; its client only sees a pause.
+a request is submitted again, with the tokens already sent as part of its prompt; the client only sees a pause.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from typing import Literal
 from cluster.actors.messages import Loss
 from cluster.request import Request, SequenceOutput, SpeculationCounts
 
-RESUMES = 3  # a stream that was resumed so often and never went on is taken for the cause of the losses
+RESUMES = 3  # a stream that was resumed this many times and never went on is taken for the cause of the losses
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +25,14 @@ class StreamRefusal:
 class OpenStream:
     """One open request. `request` is the request as it arrived, with a seed; `dealt` are the tokens sent to the client.
 
-    `started`: it has had an output, so it no longer counts as queued; `cached_tokens` of its prompt were found cached
-    then. Four fields are about the present incarnation: `submitted` to it, `begun` (a step has admitted the request),
-    `answered` (its prompt got a first token), `fruitful` (it got more tokens after that: it "went on"). A first token
-    does not clear a request of suspicion: one that kills every step after its prompt gets one in each incarnation.
-    `involved` is about the previous incarnation: its last steps worked on the request, which had not gone on.
+    `rank` is the leader that serves the request. `started`: the stream has had an output, so the request no longer
+    counts as queued; `cached_tokens` tokens of its prompt were cached. `ended`: the stream will have no more outputs.
+
+    Four fields are about the present incarnation. `submitted`: the request was submitted. `begun`: a step admitted the
+    request. `answered`: the prompt got a first token. `fruitful`: more tokens came after the first; the stream "went
+    on". A first token alone proves nothing: a request that kills every step after its prompt gets one in each
+    incarnation. `involved` is about the previous incarnation: its last steps worked on the request, which had not gone
+    on.
     """
 
     request: Request
@@ -44,11 +47,11 @@ class OpenStream:
     fruitful: bool = False
     involved: bool = False
     submissions: int = 0
-    fruitless_resumes: int = 0  # incarnations in a row that resumed it and were lost while it was `involved`
-    unserved: int = 0  # incarnations in a row that it was submitted to without going on
+    fruitless_resumes: int = 0  # incarnations in a row that resumed the stream and were lost while it was `involved`
+    unserved: int = 0  # incarnations in a row to which the request was submitted without going on
     cached_tokens: int = 0
     trees: list[int] = field(default_factory=list)  # tokens that each tree of this incarnation committed
-    earlier: SpeculationCounts | None = None  # the counts of earlier incarnations
+    earlier: SpeculationCounts | None = None  # summed over earlier incarnations
 
     @property
     def name(self) -> str:
@@ -73,8 +76,8 @@ class OpenStream:
         self.queue.put_nowait(StreamRefusal(message))
 
     def submission(self) -> Request:
-        """Return the request to submit to the present incarnation, with the tokens sent so far in its prompt; mark the
-        stream as submitted. Prompt logprobs were sent with the first of these tokens, and are not requested again.
+        """Return the request to submit to the present incarnation, and mark the stream as submitted. Tokens already
+        sent become part of the prompt; prompt logprobs were sent with the first token and are not requested again.
         """
         self.submissions += 1
         self.submitted = True
@@ -88,7 +91,9 @@ class OpenStream:
         )
 
     def take(self, output: SequenceOutput) -> SequenceOutput:
-        """Note an output of the present incarnation; return the output for the client."""
+        """Record an output of the present incarnation, and return the output to send to the client. The returned output
+        has the cached tokens of the stream's first output; the last output has the counts of all incarnations.
+        """
         if not self.started:
             self.started, self.cached_tokens = True, output.cached_tokens
         if output.token_ids:
@@ -103,10 +108,12 @@ class OpenStream:
         return replace(output, cached_tokens=self.cached_tokens, speculation=speculation)
 
     def lose(self, nodes: int) -> None:
-        """Note that the present incarnation is over. `nodes` are the drafted tokens per tree, 0 without speculation."""
+        """Note that the present incarnation is over. `nodes` is the number of drafted tokens per tree, 0 without
+        speculation.
+        """
         unserved = self.submitted and not self.fruitful
         self.unserved += unserved
-        # A process may die before its report of `begun` is sent. After more than RESUMES losses assume that it began.
+        # A process may die before it reports `begun`. After more than RESUMES losses assume that the request had begun.
         self.involved = unserved and (self.begun or self.unserved > RESUMES)
         self.fruitless_resumes += self.involved and self.submissions > 1
         if nodes and self.trees:
@@ -119,7 +126,9 @@ class OpenStream:
         self.submitted = self.begun = self.answered = self.fruitful = False
 
     def end(self, reason: str, finish_reason: Literal["abort", "error"] = "error") -> None:
-        """End the stream with an output that says why: "error" if the request is at fault, "abort" if the server is."""
+        """End the stream with an output that holds `reason`. The `finish_reason` is "error" if the request is at fault,
+        and "abort" if the server is.
+        """
         if not self.ended:
             self.ended = True
             self.queue.put_nowait(SequenceOutput(self.name, (), finish_reason=finish_reason, error=reason))
@@ -136,29 +145,33 @@ def _added(first: SpeculationCounts | None, second: SpeculationCounts | None) ->
 
 
 class Recovery:
-    """Decides which streams are submitted to a new incarnation, and when. If one of them seems to kill the gang, it
-    bisects the streams.
+    """Decides which streams are submitted to a new incarnation, and when. If a stream seems to kill the gang, the
+    streams are bisected.
 
-    After a first loss all streams are submitted at once, those that had tokens first, then by age: the loss may not
-    recur. Suspects are the streams that the fatal step worked on and that had not gone on. Streams that waited are not.
-    If the gang is lost again with suspects in the fatal step, the cause is most likely a stream that was in both fatal
-    steps, and these are bisected. In the next incarnation the streams that had tokens are submitted first, then one
-    half of the suspects, then half of the rest and so on, and last all others. Each batch is submitted when all streams
-    of the batch before went on or are over. If the incarnation is lost meanwhile, suspects that were still held back
-    are cleared, and go before the others in the next one. A stream that was alone in the fatal step, was resumed
-    `RESUMES` times and never went on is ended. Requests that arrive during a bisection are submitted last.
+    Suspects are the streams that the fatal step worked on and that had not gone on; streams that waited are no
+    suspects. After a first loss all streams are submitted at once, because the loss may not recur: first the streams
+    that had tokens, then the others by age. If the gang is lost again with suspects in the fatal step, the streams that
+    were in both fatal steps are the suspects, and are bisected.
+
+    In a bisection, streams are submitted in batches: the streams that had tokens, one half of the suspects, half of the
+    remaining suspects and so on, and last all other streams. A batch is submitted when every stream of the batch before
+    went on or is over. If the incarnation is lost meanwhile, the suspects not yet submitted are cleared: in the next
+    incarnation they are submitted before the suspects. A stream that was alone in the fatal step, was resumed `RESUMES`
+    times and never went on is ended. Requests that arrive during a bisection are submitted last.
     """
 
     def __init__(self) -> None:
         self._suspects: list[OpenStream] = []
         self._cleared: list[OpenStream] = []  # suspects that were held back during a loss
         self._held: list[OpenStream] = []  # suspects that are not submitted yet
-        self._last: list[OpenStream] | None = None  # streams to submit after them; None when nothing is bisected
+        self._last: list[OpenStream] | None = None  # streams to submit after the suspects; None without a bisection
         self._pending: set[str] = set()  # names of submitted streams that must go on or end before the next batch
         self._repeated = False  # whether to bisect in the next incarnation
 
     def lost(self, streams: list[OpenStream], loss: Loss) -> None:
-        """Note that an incarnation is over, after `lose` on each open stream. End the stream found to be the cause."""
+        """Note that an incarnation is over, and end the stream found to be the cause. The caller has called `lose` on
+        each open stream before.
+        """
         involved = [stream for stream in streams if stream.involved]
         again = [stream for stream in self._suspects if stream in involved]
         self._cleared = [stream for stream in self._held if again and stream not in again]
@@ -173,7 +186,7 @@ class Recovery:
             )
 
     def begin(self, streams: list[OpenStream]) -> list[OpenStream]:
-        """Begin a new incarnation: return which of the open `streams` (sorted by age) to submit now, in order."""
+        """Begin a new incarnation. Return those of the open `streams` (sorted by age) to submit now, in order."""
         served = sorted(streams, key=lambda stream: not stream.started)
         if not self._repeated:
             return served
@@ -186,7 +199,7 @@ class Recovery:
         return proven + cleared + self.settled("")
 
     def arrived(self, stream: OpenStream) -> bool:
-        """Return whether a new stream may be submitted now; if not, `settled` returns it later."""
+        """Return whether a new stream may be submitted now. If not, a later call of `settled` returns the stream."""
         if self._last is not None:
             self._last.append(stream)
         return self._last is None
