@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-import cluster.spec.backends
 import pytest
 import torch
 
@@ -15,6 +14,7 @@ import cluster.models.draft
 import cluster.sampling.noise
 import cluster.spec.draft
 import cluster.spec.step
+import cluster.spec.verify
 from cluster.attention.cells import RequestCells
 from cluster.engine import Engine
 from cluster.engine.assembler import Assembler
@@ -254,7 +254,7 @@ def _(patch: Patch) -> None:
 
         return wrong
 
-    changed(patch, cluster.spec.backends, "accept", make)
+    changed(patch, cluster.spec.verify, "accept", make)
 
 
 @bug("the draft vocabulary map is read as target ids, not as offsets")
