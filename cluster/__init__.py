@@ -1,7 +1,7 @@
 """Aerie: EAGLE tree speculation on a Ray cluster, in lockstep across data-parallel attention ranks.
 
-`from cluster import LLM, SamplingParams` runs a model in this process. These names are imported when they are first
-used, because they need torch, and most imports of this package don't.
+`from cluster import LLM, SamplingParams` gives the classes that run a model in this process. They are imported when
+they are first used: they need torch, and most imports of this package do not.
 """
 
 from importlib import import_module
@@ -9,7 +9,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-# By name the module that defines it. `__init__.pyi` tells type checkers and editors of the same names.
+# The module that defines each public name. `__init__.pyi` declares the same names for type checkers and editors.
 OFFLINE: dict[str, str] = {
     "LLM": "cluster.offline.llm",
     "CompletionOutput": "cluster.offline.outputs",

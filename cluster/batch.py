@@ -47,8 +47,8 @@ class DecodeRequest(NamedTuple):
 class PromptChunk(NamedTuple):
     """Prompt rows `start` to `stop - 1` of the request in table row `row`; `final` if they end the prompt.
 
-    `tokens` are the tokens of these rows, then the next prompt token unless `final` (the EAGLE shift needs it). Each of
-    the first `scored` rows returns the log-probability of the token after it.
+    `tokens` are the tokens of these rows, then, if not `final`, the next prompt token, which the EAGLE shift needs.
+    Each of the first `scored` rows returns the log-probability of the token after it.
     """
 
     row: int
@@ -73,8 +73,8 @@ class RowSampling(NamedTuple):
 class RowPenalties(NamedTuple):
     """The logit adjustments of the request in table row `row`; see `LogitAdjustments`.
 
-    `tokens` are its tokens so far; the first `prompt_len` are the prompt. The tokens `late` (EOS and stop tokens) are
-    banned until `missing` more tokens have been generated (`min_tokens`).
+    `tokens` are the request's tokens so far; the first `prompt_len` of them are the prompt. `late` are EOS and stop
+    tokens: they are banned until `missing` more tokens have been generated (`min_tokens`).
     """
 
     row: int
@@ -91,7 +91,7 @@ class RowPenalties(NamedTuple):
 
 
 class RowGrammar(NamedTuple):
-    """The compiled `grammar` of the request in table row `row`; `tokens` are those generated so far."""
+    """The compiled `grammar` of the request in table row `row`; `tokens` are the tokens generated so far."""
 
     row: int
     grammar: str
@@ -99,7 +99,7 @@ class RowGrammar(NamedTuple):
 
 
 class PageWrite(NamedTuple):
-    """A change of the page table: entry `entry` of row `row` is now page `page`. Entry -1: the row is cleared."""
+    """A change of the page table: entry `entry` of row `row` is now page `page`. Entry -1 clears the row."""
 
     row: int
     entry: int
@@ -119,10 +119,11 @@ class StepInput(NamedTuple):
 
     Only the device knows how many tokens of a decoding request are committed; the host knows bounds. Before the step
     `writes`, `samplings`, `adjustings`, `constraints` and `lens` (pairs of table row, committed tokens) are written to
-    the tables; then `copies` are made in the pools. A row in `samplings` is newly admitted: if it is not in
-    `adjustings` or `constraints`, it has none. `mode` is what this rank's requests need; the step runs in the mode of
-    its plan. Padding for a captured step adds `idle_finals` idle ends of prompts, which all point at the first prompt
-    row (then an idle row), and pads the lists of chunks to `chunk_places` entries.
+    the tables; then `copies` are made in the pools. A request in `samplings` is newly admitted. If it is not in
+    `adjustings`, it has no logit adjustments; if not in `constraints`, no grammar. `mode` is the mode that this rank's
+    requests need; the step runs in the mode of its plan. For a captured step, padding adds `idle_finals` idle ends of
+    prompts and pads the lists of chunks to `chunk_places` entries. All idle ends point at the first prompt row, which
+    then is idle.
     """
 
     decodes: tuple[DecodeRequest, ...] = ()
@@ -139,11 +140,12 @@ class StepInput(NamedTuple):
 
 
 class HostBounds(NamedTuple):
-    """What the host knows about a step before it runs, for `prepare` of attention backends.
+    """What the host knows about a step before the step runs, for `prepare` of attention backends.
 
-    No decoding request has more than `longest` tokens committed; request i has at least `least[i]` (empty: unknown).
-    `chunks` are `(start, stop)` of the prompt chunks, in order of length. Each window has `forced` slots more than
-    without grammars. `turn` is the buffer set to use: steps that may be in flight together have different ones.
+    No decoding request has more than `longest` tokens committed; request i has at least `least[i]`, which is unknown if
+    `least` is empty. `chunks` are `(start, stop)` of the prompt chunks, in order of length. Each window has `forced`
+    slots more than without grammars. `turn` is the buffer set to use: two steps that may be in flight together have
+    different sets.
     """
 
     longest: int = 0
@@ -157,9 +159,10 @@ class HostBounds(NamedTuple):
 class TreeRows:
     """q rows of each of R requests, request after request, in a draft level, verify or extend.
 
-    `rows` `[R]` are the table rows of the requests, `lens` `[R]` their committed tokens; every row sees all of these.
-    `bits` `[R or 1, q, ceil(width / 32)]` int32 is the mask over the first `width` window slots: a row sees its
-    ancestors and itself, one slot per position. So a row's position is its request's `lens` + popcount(bits) - 1.
+    `rows` `[R]` are the table rows of the requests, `lens` `[R]` the numbers of their committed tokens. Every row sees
+    all committed tokens of its request. `bits` `[R or 1, q, ceil(width / 32)]` int32 is the mask over the first `width`
+    window slots: a row sees its ancestors and itself, one slot per position. So a row's position is its request's
+    `lens` + popcount(bits) - 1.
     """
 
     rows: Tensor
@@ -183,8 +186,9 @@ class PromptRows:
 class AttentionMetadata:
     """The input of attention besides q, k and v. The T rows of a forward are the rows of `tree`, then those of `text`.
 
-    `write` `[T]` are the pool slots of the new KV cells. Rows at positions from `first` on do not see cells below
-    `first`; the output of rows below it is finite but unused (later runners of a multi-layer draft).
+    `write` `[T]` are the pool slots of the new KV cells. `first` is above 0 for later runners of a multi-layer draft:
+    rows at positions from `first` on do not see cells below `first`, and the output of rows below `first` is finite but
+    unused.
     """
 
     write: Tensor
@@ -195,7 +199,8 @@ class AttentionMetadata:
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """Sampling parameters of B requests, `[B]` each. `noisy`: a request samples. `filtered`: it has filters too.
+    """Sampling parameters of B requests, `[B]` each. `noisy` says that a request samples, `filtered` that a request
+    which samples has filters.
 
     Greedy requests have `inverse_temperature` 1 and `noise_scale` 0, so greedy and sampled rows share one code path.
     """
@@ -223,9 +228,9 @@ class PromptBatch:
     """The prompt chunks of a step, as c rows.
 
     `rows` `[c]` are the table rows of their requests; `token_ids`, `next_ids`, `positions` are `[c]` too. `next_ids`
-    holds the token after each row (the EAGLE shift), 0 where the target has yet to choose it. `write` `[c]` are pool
-    slots; `text` is the chunks as attention takes them, None without chunks. For the F chunks that finish a prompt,
-    `final_rows` `[F]` are the last rows, `final_lens` `[F]` the token counts of the prompts.
+    holds the token after each row (the EAGLE shift), or 0 if the target has not chosen that token yet. `write` `[c]`
+    are pool slots; `text` are the chunks in the form for attention, or None if there are no chunks. For the F chunks
+    that finish a prompt, `final_rows` `[F]` are the last rows, `final_lens` `[F]` the token counts of the prompts.
     """
 
     rows: Tensor
@@ -249,8 +254,8 @@ class Batch:
 
     `rows` `[B]` index the request tables: first the R decoding requests (`decode_rows` `[R]`), then the F requests
     whose prompt finishes. `sampling` has the same order. `seq_lens` `[R]` count committed tokens without the bonus
-    token, which is at position seq_len; `window` `[R, W]` are the pool slots from there on. `scored` `[q]` are the
-    prompt rows whose next token gets a log-probability; None unless `mode` has `PROMPT_LOGPROBS`.
+    token, which is at position seq_len. `window` `[R, W]` are the pool slots from that position on. `scored` `[q]` are
+    the prompt rows whose next token gets a log-probability; it is None if `mode` lacks `PROMPT_LOGPROBS`.
     """
 
     rows: Tensor
@@ -264,9 +269,9 @@ class Batch:
 
     @property
     def decodes(self) -> int:
-        """R."""
+        """R, the number of decoding requests."""
         return self.decode_rows.shape[0]
 
     def tree(self, bits: Tensor, width: int) -> TreeRows:
-        """The `TreeRows` of the decoding requests; `bits` and `width` as there."""
+        """The `TreeRows` of the decoding requests with this mask: `bits` and `width`."""
         return TreeRows(self.decode_rows, self.seq_lens, bits, width)

@@ -1,6 +1,6 @@
-"""The `aerie` command: a table of subcommands, each imported only when it is chosen.
+"""The `aerie` command: a table of subcommands. Only the chosen subcommand's module is imported.
 
-So `aerie generate` never imports Ray and `aerie serve` never imports the trainer. A subcommand is a module with
+So `aerie generate` never imports Ray, and `aerie serve` never imports the trainer. A subcommand is a module with
 `add_arguments(parser)` and `run(args) -> int`.
 """
 
@@ -30,22 +30,22 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bench": ("cluster.bench.command", "measure speed and acceptance"),
     "demo": ("cluster.bench.cases.demo", "serve the demo pair, stream eight prompts, show what speculation gained"),
 }
-STOPPED_BY_SIGNALS = ("serve",)  # these run until SIGINT or SIGTERM, which is no failure
+STOPPED_BY_SIGNALS = ("serve",)  # run until SIGINT or SIGTERM, and then exit with status 0
 BAD_INPUT = 2
-READER_LEFT = 128 + signal.SIGPIPE  # what a shell shows for a program that `| head` has cut short
+READER_LEFT = 128 + signal.SIGPIPE  # the status that a shell reports for a program ended by `| head`
 INTERRUPTED = 128 + signal.SIGINT
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; a setting or value that cannot be honoured is reported on stderr, with exit code 2.
+    """Run one subcommand and return its exit code; 2 with a message on stderr if a setting or value is refused.
 
-    A reader of stdout that leaves early, as `head` does, ends the command quietly.
+    If the reader of stdout exits early, as `head` does, the command ends without a traceback.
     """
     try:
         try:
             return _run(list(sys.argv[1:] if argv is None else argv))
         finally:
-            print(end="", flush=True)  # here and not at the interpreter's end, where a failure would be a traceback
+            print(end="", flush=True)  # a failure at the interpreter's exit would print a traceback
     except BrokenPipeError:
         if not _reader_left():
             raise
@@ -78,8 +78,8 @@ def _run(words: list[str]) -> int:
 
 @contextmanager
 def _ends_well() -> Iterator[None]:
-    """End the process with status 0 at a signal that asks for it, as the command itself does once it is imported."""
-    if threading.current_thread() is not threading.main_thread():  # as in tests: only the main thread has handlers
+    """Exit with status 0 at SIGINT or SIGTERM inside the block: the command does so itself once it is imported."""
+    if threading.current_thread() is not threading.main_thread():  # in tests: only the main thread sets handlers
         yield
         return
     before = {number: signal.signal(number, lambda *_: os._exit(0)) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -91,7 +91,7 @@ def _ends_well() -> Iterator[None]:
 
 
 def _reader_left() -> bool:
-    """Whether it is stdout that nobody reads; what is still to be written there is dropped then."""
+    """Return whether stdout has lost its reader. If so, redirect it to /dev/null, so that a later flush cannot fail."""
     out = sys.stdout.fileno()
     poll = select.poll()
     poll.register(out, 0)

@@ -20,11 +20,14 @@ GREEDY_BELOW = 1e-5  # lower temperatures are served as greedy: dividing by them
 class LogitAdjustments:
     """Changes to the logits of a request before its tokens are drawn. They have the meaning that vLLM gives them.
 
-    `bias` holds (token, number) pairs, which are added first. `repetition_penalty` applies to tokens of prompt and
-    output: it divides their positive logits and multiplies their negative ones. `frequency_penalty` is subtracted once
-    for each time that a token was generated, `presence_penalty` once in all. Only `allowed_token_ids` are generated
-    (None: all). Each entry of `bad_words_token_ids` is a sequence of tokens that is never completed, even if it begins
-    in the prompt. Until `min_tokens` tokens are generated, stop tokens and EOS are banned and stop strings ignored.
+    - `bias`: (token, number) pairs. The numbers are added to the logits first.
+    - `repetition_penalty`: for each token of prompt or output, divide a positive logit by it and multiply a negative
+      logit by it.
+    - `frequency_penalty`, `presence_penalty`: for each generated token, subtract `frequency_penalty` times its count,
+      and `presence_penalty` once.
+    - `allowed_token_ids`: only these tokens are generated; None allows all.
+    - `bad_words_token_ids`: sequences of tokens. None of them is ever completed, even if it begins in the prompt.
+    - `min_tokens`: until this number of tokens is generated, stop tokens and EOS are banned and stop strings ignored.
     """
 
     presence_penalty: float = 0.0
@@ -62,12 +65,12 @@ class LogitAdjustments:
 class RequestParams:
     """How the tokens of one request are chosen, and when it ends.
 
-    A `temperature` below `GREEDY_BELOW` is greedy. `top_k` 0, `top_p` 1.0 and `min_p` 0.0 switch a filter off; filters
-    apply to the tempered distribution in the order top_k, top_p, min_p. `logprobs` None returns no log-probabilities;
-    a number from 0 to 20 returns those of each generated token and of so many likeliest tokens. They are log-softmax
-    of the target's raw logits. `prompt_logprobs` does the same for the tokens of the prompt. With `max_tokens` 0 a
-    request ends with its prompt. `grammar` is a compiled grammar (`cluster.grammar`) that the output follows.
-    `return_tree` returns the tree of each step with its tokens.
+    A `temperature` below `GREEDY_BELOW` is greedy. Filters apply to the tempered distribution in the order top_k,
+    top_p, min_p; `top_k` 0, `top_p` 1.0 and `min_p` 0.0 mean no filter. If `logprobs` is None, no log-probabilities are
+    returned. If it is n (0 to 20), those of each generated token and of the n likeliest tokens are returned:
+    log-softmax of the target's raw logits. `prompt_logprobs` is the same for the tokens of the prompt. With
+    `max_tokens` 0 a request ends with its prompt. `grammar` is a compiled grammar (`cluster.grammar`) that the output
+    follows. With `return_tree`, each output has the tree that its step verified.
     """
 
     temperature: float = 1.0
@@ -113,9 +116,9 @@ class Request:
     """One sequence to continue. Sample i of an API call with `n > 1` is a Request of its own, with a derived seed.
 
     The last `resumed_tokens` of `prompt_token_ids` are output that the client has received before (a resumed stream).
-    Stop strings, max_tokens and seeds treat them as generated, but they are not sent again. `routed_dp_rank` pins the
-    request to one data-parallel rank; with None the router chooses. Requests share cached prefixes only with requests
-    of the same `cache_salt`; 0 stands for no salt.
+    These tokens count as generated for stop strings, max_tokens and seeds, but are not sent again. `routed_dp_rank`
+    pins the request to one data-parallel rank; if it is None, the router chooses. Requests share cached prefixes only
+    with requests of the same `cache_salt`; 0 stands for no salt.
     """
 
     request_id: str
@@ -130,7 +133,8 @@ class Request:
 class TokenLogprob:
     """The target's log-probability of one token. `top` are the most likely tokens at its position, best first.
 
-    `rank` counts the tokens that are at least as likely, itself included. Only prompt tokens have it; else it is 0.
+    For a prompt token, `rank` counts the tokens that are at least as likely, including the token itself. For a
+    generated token it is 0.
     """
 
     token_id: int
@@ -143,8 +147,8 @@ class TokenLogprob:
 class SpeculationCounts:
     """Counters of speculation of one request, from its admission to its end.
 
-    `accepted[j]` counts the steps that accepted exactly j draft tokens, so sum(accepted) == steps. Such a step commits
-    j + 1 tokens. `drafted` counts verified nodes other than roots.
+    `accepted[j]` counts the steps that accepted exactly j draft tokens and so committed j + 1; sum(accepted) == steps.
+    `drafted` counts verified nodes other than roots.
     """
 
     steps: int = 0
@@ -166,9 +170,9 @@ class SpeculationCounts:
 class StepTree:
     """The tree that one step verified for one request. A node comes after its parent.
 
-    Node 0 is the root: the last token before the step, and its own parent. The last `forced` nodes were added by a
-    grammar that allows only one continuation. `accepted` are the nodes of the accepted path, root first; `bonus` is the
-    token after it. If the request ends in this step, its output may have fewer of these tokens.
+    Node 0 is the root: the last token before the step. The root is its own parent. The last `forced` nodes were added
+    by a grammar that allows only one continuation. `accepted` are the nodes of the accepted path, root first; `bonus`
+    is the token after it. If the request ends in this step, its output may have fewer of these tokens.
     """
 
     token_ids: tuple[int, ...]
@@ -182,13 +186,13 @@ class StepTree:
 class SequenceOutput:
     """The tokens that one step committed for one request, and whether the request has ended.
 
-    No code changes one after it is made. It is not frozen, because a frozen one takes three times as long to make, for
-    each request in each step. The last output of a request has `finish_reason` and `speculation`; `stop_reason` is the
-    stop string or the stop/EOS token id that ended it. When a stop string ended it, `token_ids` includes the token that
-    completed the string (the text layer cuts the text there). `prompt_logprobs` are those of the prompt's tokens from
-    the second on; only the first output has them. `error` explains finish_reason "error"; `error_code` is set if the
-    request itself caused the error, and then clients may see `error`. `tree` is set if the request has `return_tree`
-    and the tokens come from a tree: the first token after a prompt does not.
+    Treat an output as immutable. The class is not frozen, because making a frozen object takes three times as long, and
+    each step makes one for each request. The last output of a request has `finish_reason` and `speculation`;
+    `stop_reason` is the stop string or the stop/EOS token id that ended the request. If a stop string ended it,
+    `token_ids` includes the token that completed the string (the text layer cuts the text there). Only the first output
+    has `prompt_logprobs`: those of the prompt's tokens from the second on. `error` explains finish_reason "error";
+    `error_code` is set if the request itself caused the error; only then may clients see `error`. `tree` is set if the
+    request has `return_tree` and the tokens come from a tree: the first token after a prompt does not.
     """
 
     request_id: str
@@ -222,7 +226,7 @@ class Seeds:
         self._random = random.Random(source)
 
     def fill(self, request: Request) -> Request:
-        """Return the request, with a seed if it had none: its tokens can then be drawn again, as after a retraction."""
+        """Return the request, with a seed if it had none. A seed lets the same tokens be drawn after a retraction."""
         if request.params.seed is not None:
             return request
         return replace(request, params=replace(request.params, seed=self._random.getrandbits(62)))

@@ -50,9 +50,10 @@ class StepCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureInfo:
-    """The programs captured at start: their number, their `sizes`, their memory in 10^6 bytes, and the time it took.
+    """The programs captured at start: their number, their `sizes`, their memory in 10^6 bytes, and the seconds that
+    capturing took.
 
-    Empty `sizes`: programs have exact sizes, and are captured later, when a size recurs.
+    If `sizes` is empty, programs have exact sizes, and are captured later, when a size recurs.
     """
 
     sizes: tuple[int, ...]
@@ -65,13 +66,13 @@ class CaptureInfo:
 class RankInfo:
     """The resolved settings of a rank, with all that was chosen automatically.
 
-    `draft` is None without a draft, `captured` None if all steps run eagerly. Three fields are sentences: `attention`
-    (which parts the backend leaves to other kernels, and why), `quantised` (which weights stay packed and which were
-    dequantised) and `experts` (which ranks hold which experts). `kv_bytes_per_token` counts the pools of all models,
-    scales included; `kv_gb` is in 10^9 bytes. `max_request_tokens` is the largest sum of prompt and output that fits
-    the KV cache. `step_costs` is None where `mixed_prefill_size` replaces them. `world`, `pid`, `node` (Ray's node id),
+    `draft` is None if there is no draft, `captured` is None if all steps run eagerly. Three fields are sentences:
+    `attention` (which parts the backend leaves to other kernels, and why), `quantised` (which weights stay packed and
+    which were dequantised) and `experts` (which ranks hold which experts). `kv_bytes_per_token` counts the pools of all
+    models, scales included; `kv_gb` is in 10^9 bytes. `max_request_tokens` is the largest sum of prompt and output that
+    fits the KV cache. `step_costs` is None if `mixed_prefill_size` is set. `world`, `pid`, `node` (Ray's node id),
     `gpus` (the ids that Ray reserved on that node) and `interface` (the network between ranks) describe the process
-    that runs the rank; they keep their defaults if no actor runs it.
+    that runs the rank; they keep their defaults if the rank does not run in an actor.
     """
 
     config: EngineConfig
@@ -119,10 +120,10 @@ class RankInfo:
 class EngineStatus:
     """Load and progress of one rank, sent with heartbeats. `own_seconds` is the time of its steps outside collectives.
 
-    The drifts are factors on `StepCosts`, learned while serving: `decode_drift` for steps that only decode,
+    The drifts are factors on `StepCosts`, learned while serving: `decode_drift` is for steps that only decode,
     `prefill_drift` for steps of prompt rows only, `decode_drift` * `prompt_drift` for prompt rows beside decoding.
     `submitted` counts all requests ever submitted, refused ones included, so a router knows which of its requests
-    `queued_tokens` covers. `draft_rejected`: many trees were verified, and hardly any had an accepted token.
+    `queued_tokens` covers. `draft_rejected` says that many trees were verified and hardly any had an accepted token.
     """
 
     steps: int = 0

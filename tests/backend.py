@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import cluster.kernels.select as choose
+import cluster.engine.backends as choose
 from tests.flashinfer.stand_in import stand_in_serves
 
 

@@ -7,7 +7,7 @@ import torch
 
 from cluster.arch import DraftSpec, TargetArch, read_draft, read_target
 from cluster.distributed.mesh import Shard
-from cluster.kernels.select import choose_kernels
+from cluster.engine.backends import select_kernels
 from cluster.models import registry
 from cluster.models.checkpoint import Checkpoint
 from cluster.models.context import ModelContext, Sharding
@@ -25,7 +25,7 @@ def context(
     """On the CPU, whole or `part` of everything."""
     whole = part or Shard()
     given, device = exchange or NoExchange(), torch.device("cpu")
-    kernels = choose_kernels("auto", device, dtype)
+    kernels = select_kernels("auto", device, dtype)
     return ModelContext(dtype, device, given, Sharding(whole, whole, whole), max_position, kernels)
 
 

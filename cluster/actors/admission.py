@@ -1,10 +1,10 @@
-"""Admission to the queue of a gang: which requests may enter, and how long a refused client should stay away.
+"""Admission to the queue of a gang: which requests may enter, and after what time a refused client should retry.
 
-A request is refused if it is expected to wait too long for its first token. The expected wait is that of this request:
-`forecast.RankForecast` runs the queue of the rank that it would be sent to ahead in time, with the times of steps that
-the ranks measured at start. Ranks report with their heartbeats how many prompt tokens they have not computed, and how
-far their steps are off the measured times by now. How long running requests go on follows from two things that are
-learnt here: how many tokens requests have (`lengths.Lengths`), and how many a second they get (`token_rate.TokenRate`).
+A request is refused if its expected wait for the first token is too long. To find the wait, `forecast.RankForecast`
+simulates the queue of the rank that the request would go to, with the step times that the ranks measured at start.
+Heartbeats of the ranks report how many prompt tokens they have not computed, and how far their present steps are off
+the measured times. How long running requests go on follows from two learnt figures: how many tokens requests have
+(`output_lengths.OutputLengths`) and how many per second they get (`token_rate.TokenRate`).
 
 No Ray and no event loop here: plain bookkeeping over an injected clock.
 """
@@ -24,19 +24,19 @@ from cluster.config.tree_shape import tree_shape
 from cluster.observability.step_times import StepTimes
 from cluster.request import Request
 
-SOON_S = 1.0  # a request that waits no longer than this, or no longer than this for others, is never refused
+SOON_S = 1.0  # expected waits up to this, in all or for earlier requests, are not refused as too long
 HEADROOM = 0.7  # share of max_queue_wait_s: estimates err, and 99 of 100 admitted requests are to stay within it
-FRESH_S = 0.1  # seconds for which a forecast is used again: it costs a millisecond for each rank
-TELLING_ROWS = 64  # shorter prompts take a step, whatever their rows take
-MEMORY = 0.2  # weight of the latest prompt in what a row takes
-RANKS = 8  # with more ranks than this forecasts are used for longer, so that all of them together cost no more
+FRESH_S = 0.1  # seconds for which a forecast is reused: making one costs a millisecond per rank
+TELLING_ROWS = 64  # the time of a shorter prompt is mostly that of one step, and says little about the time per row
+MEMORY = 0.2  # weight of the latest prompt in the time per row
+RANKS = 8  # with more ranks than this a forecast is reused for longer, so that its cost per second does not grow
 GOLDEN = 0.6180339887498949  # the fractional parts of its multiples spread evenly over [0, 1)
 SHORTEST = 1.0  # tokens of the request that `full` asks about
-ALONE = RankChoice()  # where a gang of one rank without cached prefixes serves everything
+ALONE = RankChoice()  # the choice in a gang of one rank without cached prefixes
 
 
 class Admission:
-    """The open requests of one gang as its router sees them. Waiting: has no token yet. Running: has at least one."""
+    """Admits or refuses the requests of one gang, and tracks them. Waiting: no token yet. Running: at least one."""
 
     def __init__(
         self,
@@ -44,16 +44,16 @@ class Admission:
         clock: Callable[[], float] = time.monotonic,
         report: Callable[[int], QueueReport | None] = lambda rank: None,
     ) -> None:
-        """`report` is asked for the latest report of a rank, by its dp rank."""
+        """`report` returns the latest report of a dp rank, None before the first."""
         self._config, self._shape = config, tree_shape(config)
         self._clock, self._report = clock, report
         self._ranks = [RankBooks() for _ in range(config.attn_dp_size)]
         self._open: dict[str, OpenRequest] = {}
         self._kv_tokens = 0
         self._pace: StepTimes | None = None
-        self._row_s = 0.0  # of prompts that were long enough to tell, where steps are not measured
+        self._row_s = 0.0  # seconds per prompt row, learnt from long prompts; used where steps are not measured
         self.waiting = 0  # requests
-        self.queued_tokens = 0.0  # of those waiting, expected ones included
+        self.queued_tokens = 0.0  # of waiting requests, expected new tokens included
         self._forecast: GangForecast | None = None
         self._lengths = OutputLengths()
         self._rate = TokenRate(self._shape.num_steps, config.attn_dp_size)
@@ -62,25 +62,25 @@ class Admission:
         self._serving = True
 
     def new_tokens(self, request: Request) -> float:
-        """The likely number of new tokens of a request."""
+        """Return the expected number of new tokens of a request."""
         return self._lengths.expected(request.params.max_tokens)
 
     def check(self, request: Request, place: RankChoice = ALONE) -> None:
-        """Refuse a request that there is no room for, and that would go to `place`.
+        """Raise if a request that would go to `place` must be refused.
 
         Raises:
-            Overloaded: with the time after which there is likely to be room.
+            Overloaded: with the expected wait, for Retry-After.
         """
         tokens = len(request.prompt_token_ids) + self.new_tokens(request)
         if (why := self._why(self.wait(len(request.prompt_token_ids), place), tokens)) is not None:
             raise why
 
     def full(self) -> Overloaded | None:
-        """Why even the shortest request would be refused now, whatever its rank."""
+        """Return why even the shortest request would be refused now, on any rank; None if it would be admitted."""
         return self._why(min(self.wait(1, RankChoice(rank)) for rank in range(len(self._ranks))), SHORTEST)
 
     def wait(self, prompt: int, place: RankChoice = ALONE) -> ExpectedWait:
-        """How long a newcomer with `prompt` tokens would wait for its first token; 0.0 while the gang is down."""
+        """Return the expected wait of a new request with `prompt` tokens; 0.0 while the gang is down."""
         if not self._serving:
             return ExpectedWait(0.0, 0.0)
         now = self._clock()
@@ -90,7 +90,7 @@ class Admission:
         return self._forecast.wait(place.rank, newcomer, now)
 
     def _why(self, wait: ExpectedWait, tokens: float) -> Overloaded | None:
-        """Why a request with so many tokens is refused that would wait so long."""
+        """Return why a request of `tokens` tokens in all with this expected wait is refused; None if it is not."""
         config, waiting, seconds = self._config, self.waiting, wait.seconds
         if seconds <= SOON_S and self._pace is not None and self._serving:
             return None
@@ -100,14 +100,14 @@ class Admission:
             held = f"the queue holds {self.queued_tokens:.0f} tokens (max_queued_tokens is {config.max_queued_tokens})"
             return Overloaded(held, seconds)
         limit = max(SOON_S, HEADROOM * config.max_queue_wait_s)
-        if seconds > limit and wait.delay > SOON_S:  # a long prompt that only waits for itself would wait later too
+        if seconds > limit and wait.delay > SOON_S:  # without delay by others, a long prompt would not be faster later
             first = f"the first token would come after about {seconds:.1f} s; the limit is {limit:.3g} s"
             share = f"{HEADROOM:g} of max_queue_wait_s" if limit > SOON_S else "the least for any max_queue_wait_s"
             return Overloaded(f"{first}, {share} ({config.max_queue_wait_s:g} s)", seconds)
         return None
 
     def entered(self, request: Request, place: RankChoice = ALONE) -> None:
-        """A request was admitted, and waits at `place` for its first token."""
+        """Note that a request was admitted; it waits at `place` for its first token."""
         self._pass()
         prompt, most = len(request.prompt_token_ids), request.params.max_tokens
         expected = prompt + self.new_tokens(request)
@@ -118,14 +118,14 @@ class Admission:
         self._enqueue(request.request_id, one)
 
     def sent(self, name: str) -> None:
-        """A request was submitted to its rank; reports of the rank may count it from now on."""
+        """Note that a request was submitted to its rank: the rank's reports may count it from now on."""
         if (one := self._open.get(name)) is not None:
             books = self._ranks[one.rank]
             books.sent += 1
             one.number = books.sent
 
     def moved(self, name: str, prompt: int, place: RankChoice) -> None:
-        """A request was submitted again, with `prompt` tokens, to a gang that starts with empty caches."""
+        """Note that a request was submitted again, with `prompt` tokens, to a gang that starts with empty caches."""
         one = self._open.get(name)
         if one is None:
             return
@@ -137,12 +137,13 @@ class Admission:
         self._enqueue(name, one)
 
     def progressed(self, name: str, tokens: int) -> None:
-        """A request was given tokens; the first of them say that its prompt is computed."""
+        """Note that a request got tokens; with the first ones its prompt is computed."""
         self._pass()
         one = self._open.get(name)
         if one is None:
             return
         books = self._ranks[one.rank]
+        # Learn from the first of the queue only: all rows since `books.since` were its own.
         if one.left >= TELLING_ROWS and next(iter(books.queue), None) == name:
             took = (self._at - books.since) / one.left
             self._row_s += (MEMORY if self._row_s else 1.0) * (took - self._row_s)
@@ -156,7 +157,7 @@ class Admission:
         one.dealt += tokens
 
     def left(self, name: str, stopped: bool) -> None:
-        """A request is over; see `OutputLengths.ended`."""
+        """Note that a request is over; `stopped` as in `OutputLengths.ended`."""
         self._pass()
         one = self._open.pop(name, None)
         if one is None:
@@ -168,13 +169,13 @@ class Admission:
         self._lengths.ended(one.dealt, stopped)
 
     def stopped(self) -> None:
-        """The gang is down: until `started`, time does not count and no wait can be estimated."""
+        """Note that the gang is down: until `started`, time does not count and no wait is estimated."""
         self._pass()
         self._serving = False
 
     def started(self, kv_tokens: int, pace: StepTimes | None = None) -> None:
-        """The gang serves, or serves again; `kv_tokens` is the KV capacity of one rank, `pace` what its steps take, if
-        that was measured.
+        """Note that the gang serves, for the first time or again. `kv_tokens` is the KV capacity of one rank, `pace`
+        its measured step times, if any.
         """
         self._kv_tokens, self._pace = kv_tokens, pace
         self._at = self._clock()
@@ -187,13 +188,13 @@ class Admission:
         books = self._ranks[one.rank]
         books.enqueue(name, one)
         if len(books.queue) == 1:
-            self._forecast = None  # this rank's prompt rows make steps longer from now on
+            self._forecast = None  # outdated: this rank's prompt rows make steps longer from now on
         elif self._forecast is not None:
             median = self._lengths.quantile(0.5, max(1, one.most - one.dealt), 0)
             self._forecast.add(one.rank, self._prompt(one, median))
 
     def _dequeue(self, name: str, one: OpenRequest) -> bool:
-        """Take a request out of its queue; whether it was there."""
+        """Take a request out of its rank's queue; return whether it was there."""
         books = self._ranks[one.rank]
         found = books.dequeue(name, self._at) is not None
         if found and not books.queue:
@@ -201,12 +202,12 @@ class Admission:
         return found
 
     def _served(self, one: OpenRequest) -> None:
-        """A request waits no more."""
+        """Note that a request waits no more."""
         self.waiting -= 1
         self.queued_tokens = max(0.0, self.queued_tokens - one.tokens) if self.waiting else 0.0  # float sums drift
 
     def _run_ahead(self, now: float) -> GangForecast:
-        """The queues of all ranks, run ahead from now on."""
+        """Return a forecast of the queues of all ranks from now on."""
         for rank, books in enumerate(self._ranks):
             if (report := self._report(rank)) is not None:
                 books.read(report)
@@ -219,7 +220,7 @@ class Admission:
         per_s = self._rate.by_running(running, max(running, default=1), self._pace)
         later_per_s = self._rate.by_running(running, longest, self._pace)
         lived = sum(one.dealt for one in self._open.values())
-        # Spread the lengths over the learnt distribution: with the mean for each, all slots would seem to end at once.
+        # Spread the lengths over the learnt distribution: with the mean for each, all requests would end at once.
         shares = (GOLDEN * at % 1.0 for at in range(1, 1 + len(self._open)))
 
         def left(one: OpenRequest) -> float:
@@ -245,25 +246,25 @@ class Admission:
         return GangForecast(forecasts, queues, now)
 
     def _prompt(self, one: OpenRequest, tokens: float) -> QueuedPrompt:
-        """A waiting request that is expected to get `tokens`."""
+        """Return the forecast's record of a waiting request that is expected to get `tokens` more tokens."""
         return QueuedPrompt(one.length - one.left, one.left, one.kv + self._shape.window, max(0.0, tokens - 1))
 
     def _pass(self) -> None:
-        """Count the time since the last call."""
+        """Count the time since the last call as time of the running requests."""
         now = self._clock()
         seconds, self._at = now - self._at, now
         if self._serving:
             self._rate.passed(seconds, self._running)
 
     def _run(self, one: OpenRequest, name: str) -> None:
-        """A request decodes from now on."""
+        """Note that a request decodes from now on."""
         self._ranks[one.rank].running[name] = one
         self._running += 1
         if self._running == 1:
-            self._forecast = None  # the rules for prompt rows are others from now on
+            self._forecast = None  # outdated: other rules hold for prompt rows while a request decodes
 
     def _run_no_more(self, one: OpenRequest, name: str) -> None:
         if self._ranks[one.rank].running.pop(name, None) is not None:
             self._running -= 1
             if not self._running:
-                self._forecast = None  # the rules for prompt rows are others from now on
+                self._forecast = None  # outdated: other rules hold for prompt rows while none decodes

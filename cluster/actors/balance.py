@@ -1,12 +1,14 @@
 """The choice of a data-parallel rank for each request. Plain bookkeeping: no clock, no Ray, deterministic.
 
 All ranks of a gang step together, so a step lasts as long as its slowest rank. `expected_load` chooses the rank where a
-request adds least to the slowest rank's work, summed over the steps to come. Work is counted in rows of the model: a
-prompt token not yet computed is one row; a running request is `step_rows` rows in each step that it still needs, namely
-its expected tokens divided by its accept length; reading one KV token in one step is `KV_READ` of a row. A rank that
-holds pages of the prompt need not compute their rows; there is no other prefix affinity. The steps to come are split at
-`HORIZON`, so that many short requests and one long one do not look like the same load. The slowest rank is taken as a
-4-norm over the ranks, a soft maximum: the second slowest counts a little, because it may yet become the slowest.
+request adds least to the slowest rank's work, summed over the steps to come. Work is counted in rows of the model:
+- A prompt token that is not yet computed is one row.
+- A running request is `step_rows` rows in each step that it still needs; these are its expected tokens divided by its
+  accept length. Reading one KV token in one step costs `KV_READ` rows.
+- Pages of the prompt that a rank has cached cost nothing there; there is no other prefix affinity.
+The steps to come are split at `HORIZON`, so that many short requests and one long one are different loads. The slowest
+rank is taken as a 4-norm over the ranks, a soft maximum: the second slowest counts a little, as it may become the
+slowest.
 
 The other policies are SGLang's: `round_robin`, `total_requests`, and `total_tokens` (ties go to fewer requests).
 """
@@ -24,13 +26,13 @@ from cluster.config.tree_shape import tree_shape
 from cluster.request import Request
 
 POLICIES = ("expected_load", "round_robin", "total_tokens", "total_requests")
-UNIT = 1024  # work is an integer count of 1/UNIT rows, so that additions and subtractions cancel exactly
+UNIT = 1024  # work is an integer number of 1/UNIT rows, so that additions and subtractions cancel exactly
 KV_READ = 1 / 1024  # reading one KV token in one step, in rows
-HORIZON = (8, 32, 128, 512)  # steps ahead at which the future is split; the last part has no end
+HORIZON = (8, 32, 128, 512)  # steps ahead at which the steps to come are split; the last part has no end
 PARTS = len(HORIZON) + 1
 RENEWAL = 4  # steps of a request between two estimates of its remaining work
-PRIOR_STEPS = 4  # a request's own accept length counts as much as the gang's mean after this many steps
-MEMORY = 1 / 256  # weight of one step in the gang's mean accept length
+PRIOR_STEPS = 4  # after this many steps a request's own accept length counts as much as the gang's mean
+MEMORY = 1 / 256  # weight of one step of a request in the gang's mean accept length
 UNBOUNDED = 1 << 30
 
 Work = tuple[int, ...]
@@ -38,10 +40,10 @@ Work = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class RankLoad:
-    """The open requests of one rank, by the router's books.
+    """The load of one rank by the router's own count of its open requests.
 
-    `tokens` are prompt and generated tokens, `queued_tokens` prompt tokens not yet computed, `work` the expected
-    decoding work in 1 / `UNIT` rows for each part of `HORIZON`, `pages` the indexed prefix pages.
+    `tokens` counts prompt and generated tokens, `queued_tokens` prompt tokens not yet computed, `work` the expected
+    decoding work in 1 / `UNIT` rows for each part of `HORIZON`, `pages` the pages in the prefix index.
     """
 
     requests: int = 0
@@ -53,9 +55,11 @@ class RankLoad:
 
 @dataclass(frozen=True, slots=True)
 class RankChoice:
-    """The rank that a request would go to. Of the prompt's tokens at the start, that rank has `cached` in its cache, or
-    will have them when the prompts of its open requests are computed; `shared` are read by open requests as well.
-    Without prompts that are not computed yet, the rank would compute `queued` tokens. `chain` names the prompt's pages.
+    """The dp rank that a request would go to.
+
+    `cached` tokens at the start of the prompt are in the rank's cache, or will be once the prompts of its open requests
+    are computed; the first `shared` tokens are also read by open requests. `queued` counts the prompt tokens that are
+    not in its cache now. `chain` holds the hashes of the prompt's pages, see `chain_of`.
     """
 
     rank: int = 0
@@ -67,9 +71,9 @@ class RankChoice:
 
 @dataclass(slots=True)
 class _Open:
-    """One request on its rank. `queued` counts prompt tokens still to compute, `new` the tokens generated, `expected`
-    how many are likely and `most` how many are allowed; `work` was estimated after `steps` steps, and `since` more were
-    taken. `arrived` is the prompt as it first came, `tokens` as it was submitted to this rank; its pages are of `salt`.
+    """One open request. `queued` counts prompt tokens still to compute; of new tokens, `new` were generated, `expected`
+    are likely and `most` are allowed. `work` was estimated after `steps` steps; `since` more were taken since then.
+    `arrived` is the prompt as it first came, `tokens` as it was submitted to this rank; `salt` is its cache salt.
     """
 
     rank: int
@@ -88,7 +92,7 @@ class _Open:
 
 @dataclass(slots=True)
 class _Rank:
-    """Running sums over the open requests of one rank; `coming` counts how many of them have each page."""
+    """Running sums over the open requests of one rank; `coming[page]` counts the requests whose prompt has the page."""
 
     index: PrefixIndex
     coming: Counter[int] = field(default_factory=Counter)
@@ -98,7 +102,7 @@ class _Rank:
     work: list[int] = field(default_factory=lambda: [0] * PARTS)
 
     def found(self, chain: Sequence[int]) -> tuple[int, int]:
-        """How many pages at the start of `chain` are in the cache or belong to prompts of open requests, and how many
+        """Return how many pages at the start of `chain` are cached or belong to prompts of open requests, and how many
         belong to prompts of open requests.
         """
         if not self.index.capacity:
@@ -109,9 +113,10 @@ class _Rank:
 
 
 class Balancer:
-    """Chooses ranks and keeps the books: choose -> started -> progressed ... -> ended; `restarted` with the gang.
+    """Chooses a dp rank for each request, and counts the load of each rank. The calls for one request are `choose`,
+    `started`, `progressed` (once per output) and `ended`; `restarted` follows a restart of the gang.
 
-    Calls about requests that are not open change nothing, so late outputs and double ends are harmless.
+    Calls for requests that are not open change nothing, so late outputs and double ends are harmless.
     """
 
     def __init__(
@@ -124,9 +129,9 @@ class Balancer:
         chunk_rows: int = 512,
         index_pages: int = 32768,
     ) -> None:
-        """`step_rows` is N, the rows of one decoding request in a step; `chunk_rows` a rank's most prompt rows in one.
-
-        `index_pages` bounds each rank's prefix index (about 150 bytes a page); best is its KV pages, 0 disables it.
+        """`step_rows` is N, the target rows of a decoding request per step. `chunk_rows` is the most prompt rows of a
+        rank per step. `index_pages` bounds each rank's prefix index (about 150 bytes per page): ideally the number of
+        its KV pages; 0 disables it.
 
         Raises:
             ValueError: the policy does not exist.
@@ -138,11 +143,11 @@ class Balancer:
         self._ranks = [_Rank(PrefixIndex(index_pages)) for _ in range(dp_size)]
         self._open: dict[str, _Open] = {}
         self._turn = 0
-        self._accept = 0.0  # the gang's mean accept length; 0.0 before the first step
+        self._accept = 0.0  # the gang's mean accept length; 0.0 before the first verified tree
 
     @classmethod
     def of(cls, config: EngineConfig, index_pages: int | None = None) -> Self:
-        """The balancer of a gang with these settings."""
+        """Return the balancer of a gang with these settings."""
         chunk = config.chunked_prefill_size if config.chunked_prefill_size > 0 else UNBOUNDED
         pages = 0 if config.disable_radix_cache else 32768 if index_pages is None else index_pages
         rows = tree_shape(config).num_draft_tokens
@@ -150,8 +155,8 @@ class Balancer:
         return cls(config.routing_policy, *size, step_rows=rows, chunk_rows=chunk, index_pages=pages)
 
     def place(self, request: Request, expected_new: float) -> RankChoice:
-        """Where `request`, which is expected to get `expected_new` tokens, would go now; changes nothing. If a request
-        with its id is open, that one does not count.
+        """Return where `request` would go now; change nothing. It is expected to get `expected_new` tokens. An open
+        request with the same id is not counted as load.
 
         Raises:
             ValueError: `routed_dp_rank` is out of range.
@@ -161,7 +166,7 @@ class Balancer:
         if earlier is not None:
             self._count(earlier, -1)
         chain = chain_of(tokens, self.page_size, request.cache_salt)
-        scored = request.params.prompt_logprobs is not None  # then all of it is computed, whatever a rank holds
+        scored = request.params.prompt_logprobs is not None  # prompt logprobs need every row, cached or not
         queued = [len(tokens) - (0 if scored else self.page_size * rank.index.held(chain)) for rank in self._ranks]
         at = self._best(self._opened(request, expected_new, chain).work, queued) if pinned is None else pinned
         found, shared = self._ranks[at].found(() if scored else chain)
@@ -170,8 +175,8 @@ class Balancer:
         return RankChoice(at, self.page_size * found, self.page_size * shared, queued[at], chain)
 
     def choose(self, request: Request, expected_new: float, place: RankChoice | None = None) -> int:
-        """The dp rank for `request`, which then counts as queued there; it is expected to get `expected_new` tokens.
-        `place` is what `place` has just said of it, if it was asked.
+        """Return the dp rank for `request`, and count the request as queued there. It is expected to get `expected_new`
+        tokens. `place` is the result of the method `place` for it, if the caller has one.
 
         A request id that is already open is moved from its old rank.
 
@@ -191,8 +196,8 @@ class Balancer:
         return opened.rank
 
     def started(self, request_id: str, cached_tokens: int | None = None) -> None:
-        """The prompt of a request is computed: its first output came. `cached_tokens` of the prompt were found in the
-        rank's cache; pages that the index assumed beyond them are dropped.
+        """Note that the prompt of a request is computed: its first output came. `cached_tokens` of it were found in the
+        rank's cache; the index drops the prompt's pages beyond them.
         """
         opened = self._open.get(request_id)
         if opened is None or not opened.queued:
@@ -204,7 +209,7 @@ class Balancer:
             rank.index.drop(opened.chain[cached_tokens // self.page_size :])
 
     def progressed(self, request_id: str, tokens: int, steps: int) -> None:
-        """A request was given `tokens` by `steps` verified trees (0 for the token that ends its prompt)."""
+        """Note that a request got `tokens` from `steps` verified trees (0 for the token that ends its prompt)."""
         opened = self._open.get(request_id)
         if opened is None:
             return
@@ -224,8 +229,8 @@ class Balancer:
             held[part] += work - old[part]
 
     def ended(self, request_id: str, token_ids: Sequence[int] = ()) -> None:
-        """A request is over, for whatever reason. Its rank keeps the KV, so the prompt is indexed, and with it
-        `token_ids` if the caller knows them: all tokens that the request was given since it first came, on any rank.
+        """Note that a request is over, for any reason. Its rank keeps the KV, so the prompt goes into the prefix index,
+        followed by `token_ids`, all tokens that the request got on any rank, if the caller has them.
         """
         opened = self._open.pop(request_id, None)
         if opened is None:
@@ -237,8 +242,8 @@ class Balancer:
             self._ranks[opened.rank].index.add(chain)
 
     def restarted(self, kv_pages: int) -> None:
-        """The gang starts with empty caches of `kv_pages` per rank. Open requests count as queued with their whole
-        prompt until `choose` moves them.
+        """Note that the gang starts with empty caches of `kv_pages` per rank. Open requests count as queued with their
+        whole prompt until `choose` moves them.
         """
         for rank in self._ranks:
             rank.index.restarted(kv_pages)
@@ -247,7 +252,7 @@ class Balancer:
             opened.queued = len(opened.tokens)
 
     def load(self, dp_rank: int) -> RankLoad:
-        """The present load of one rank."""
+        """Return the present load of one rank."""
         rank = self._ranks[dp_rank]
         return RankLoad(rank.requests, rank.tokens, rank.queued, tuple(rank.work), len(rank.index))
 
@@ -265,14 +270,14 @@ class Balancer:
             rank.work[part] += sign * work
 
     def _pinned(self, request: Request) -> int | None:
-        """The rank that a request asks for, if it asks for one; it must exist."""
+        """Return the rank that a request asks for, None if it asks for none; raise ValueError if it does not exist."""
         pinned = request.routed_dp_rank
         if pinned is not None and not 0 <= pinned < self.dp_size:
             raise ValueError(f"routed_dp_rank: must lie in [0, {self.dp_size - 1}], got {pinned}")
         return pinned
 
     def _opened(self, request: Request, expected_new: float, chain: tuple[int, ...]) -> _Open:
-        """The books of a request before its rank is known."""
+        """Return the record of a request whose rank is not chosen yet."""
         tokens = request.prompt_token_ids
         most = max(1, request.params.max_tokens - request.resumed_tokens)
         expected = min(max(1.0, expected_new), most)
@@ -281,8 +286,8 @@ class Balancer:
         return opened
 
     def _work_of(self, opened: _Open) -> Work:
-        """The expected work of the steps that a request still needs, for each part of the horizon."""
-        # A request that exceeds its estimate is a long one: expect half as many tokens again as it has given.
+        """Return the expected work of the steps that a request still needs, for each part of the horizon."""
+        # A request beyond its estimate is a long one: expect at least half as many more tokens as it has already.
         left = min(opened.most - opened.new, max(opened.expected - opened.new, opened.new / 2))
         accept = (PRIOR_STEPS * (self._accept or 1.0) + opened.new) / (PRIOR_STEPS + opened.steps)
         steps = max(1.0, left / max(1.0, accept))
@@ -294,8 +299,8 @@ class Balancer:
         return tuple(work)
 
     def _best(self, work: Work, queued: Sequence[int]) -> int:
-        """The rank that the policy prefers for a request that will decode for `work` and needs `queued` prompt rows on
-        each rank.
+        """Return the rank that the policy prefers for a request with the decoding work `work` and `queued[rank]` prompt
+        rows on each rank.
         """
         ranks = range(self.dp_size)
         if self.policy == "round_robin":
@@ -311,21 +316,23 @@ class Balancer:
             after = self._future(self._ranks[at], queued[at], work)
             parts = zip(sums, before[at], after, strict=True)
             powers = (total - _power(old) + _power(new) for total, old, new in parts)
-            # At equal load the rank with the emptier cache takes it.
+            # The 4-norm over the ranks with this rank's load replaced, summed over the parts. On a tie the rank with
+            # the emptier prefix index is chosen.
             return sum(math.sqrt(math.sqrt(max(0.0, power))) for power in powers), len(self._ranks[at].index)
 
         return min(ranks, key=slowest)
 
     def _future(self, rank: _Rank, queued: int, work: Work) -> list[int]:
-        """Work of a rank in each part of the horizon with `queued` more prompt rows and `work` more to decode."""
+        """Return a rank's work in each part of the horizon, with `queued` more prompt rows and `work` more decoding."""
         rows, start, future = rank.queued + queued, 0, []
         for part, end in enumerate((*HORIZON, UNBOUNDED)):
-            room = min(rows, self._chunk_rows * (end - start))
+            room = min(rows, self._chunk_rows * (end - start))  # at most one chunk per step
             future.append(UNIT * room + rank.work[part] + (work[part] if work else 0))
             rows, start = rows - room, end
         return future
 
 
 def _power(work: int) -> float:
+    """Return `work` to the power of 4."""
     square = float(work) * work
     return square * square

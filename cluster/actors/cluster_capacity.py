@@ -1,6 +1,6 @@
-"""Whether the nodes of a cluster could hold the bundles of gangs, and in words which setting to change if not.
+"""Checks whether the nodes of a cluster can hold the bundles of gangs; if not, says which setting to change.
 
-Nothing here asks Ray: nodes are what they say they have in total, by resource, in use or not.
+Nothing here calls Ray. A node is a mapping from resource to its total amount, in use or not.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,18 +10,18 @@ from typing import Literal
 
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 Resources = Mapping[str, float]
-ACCELERATOR = "accelerator_type:"  # Ray's resource of nodes with that kind of accelerator
-GRAIN = 1e-4  # Ray counts resources in steps of this size
+ACCELERATOR = "accelerator_type:"  # prefix of Ray's resource of nodes with a certain type of accelerator
+GRAIN = 1e-4  # Ray counts resources in units of this size
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The bundles that a gang asks for, one per rank, how many gangs there are to be, and how long one waits for room.
-    `group` ranks that follow each other are to be on one node, where that can be.
+    """The bundles of a gang, one per rank; the number of gangs; and how long a gang waits for free resources. Each
+    `group` consecutive ranks should be on one node.
 
-    It waits `join_s` where no nodes of the cluster could hold it, as a cluster that has just been started may lack some
-    yet; `busy_s` where others hold what it needs, and `leaves_s` more if one of them is a gang of its own deployment,
-    which a redeploy in place replaces. `wait_s`, if set, stands for all of these.
+    A gang waits `join_s` if the nodes of the cluster can never hold it: a cluster that has just started may still lack
+    nodes. It waits `busy_s` if others hold the resources, and `leaves_s` more if one of these is a gang of the same
+    deployment, which a redeploy in place replaces. `wait_s`, if set, replaces all of these.
     """
 
     bundles: tuple[Resources, ...]
@@ -35,17 +35,17 @@ class Layout:
 
     @property
     def world(self) -> int:
-        """How many ranks."""
+        """The number of ranks."""
         return len(self.bundles)
 
     @property
     def demand(self) -> dict[str, float]:
-        """All that the bundles of one gang ask for."""
+        """The sum of the bundles of one gang."""
         return total(self.bundles)
 
 
 def total(bundles: Sequence[Resources]) -> dict[str, float]:
-    """The sum of some resources, by name."""
+    """Return the sum of several sets of resources, by name."""
     sums: dict[str, float] = {}
     for bundle in bundles:
         for name, amount in bundle.items():
@@ -54,15 +54,15 @@ def total(bundles: Sequence[Resources]) -> dict[str, float]:
 
 
 def times(bundle: Resources, node: Resources) -> int:
-    """How often a node holds a bundle, if nothing else is on it."""
+    """Return how many times a bundle fits on an otherwise empty node."""
     each = [(node.get(name, 0.0) + GRAIN / 2) / amount for name, amount in bundle.items() if amount > 0]
     return floor(min(each, default=inf)) if each else 1 << 30
 
 
 def gangs_that_fit(layout: Layout, nodes: Sequence[Resources]) -> int:
-    """How many gangs of this layout the nodes hold at most, if nothing else is on them.
+    """Return how many gangs of this layout fit on otherwise empty nodes.
 
-    Exact where all bundles are alike or STRICT_PACK; else it may be too many, never too few.
+    Exact if all bundles are equal or the strategy is STRICT_PACK; else it may be too many, never too few.
     """
     first, strategy = layout.bundles[0], layout.strategy
     if strategy == "STRICT_PACK":
@@ -74,6 +74,7 @@ def gangs_that_fit(layout: Layout, nodes: Sequence[Resources]) -> int:
     held = [times(first, node) for node in nodes]
     if strategy != "STRICT_SPREAD":
         return sum(held) // layout.world
+    # STRICT_SPREAD: a node holds at most one bundle of each gang, so of n gangs at most n bundles.
     gangs = sum(held) // layout.world
     while gangs and sum(min(gangs, count) for count in held) < gangs * layout.world:
         gangs -= 1
@@ -81,8 +82,8 @@ def gangs_that_fit(layout: Layout, nodes: Sequence[Resources]) -> int:
 
 
 def never(layout: Layout, nodes: Sequence[Resources]) -> str:
-    """Why these nodes could not hold all gangs of the layout even if nothing else were on them, and what to change;
-    empty if they could.
+    """Return why these nodes could not hold all gangs of the layout even if they were empty, and what to change; an
+    empty string if they could.
     """
     for name in sorted({name for bundle in layout.bundles for name, amount in bundle.items() if amount > 0}):
         if not any(node.get(name, 0.0) > 0 for node in nodes):
@@ -107,7 +108,7 @@ def never(layout: Layout, nodes: Sequence[Resources]) -> str:
 
 
 def _too_large(layout: Layout, nodes: Sequence[Resources]) -> str:
-    """Why there are nodes for each bundle and not for all of a gang."""
+    """Return why the nodes hold each bundle alone but not all bundles of one gang, and what to change."""
     world, asked = layout.world, f"{layout.world} bundle(s), {shown(layout.demand)} in all,"
     alike = all(bundle == layout.bundles[0] for bundle in layout.bundles)
     held = [times(layout.bundles[0], node) for node in nodes] if alike else []
@@ -134,7 +135,7 @@ def _too_large(layout: Layout, nodes: Sequence[Resources]) -> str:
 
 
 def _nowhere(name: str, nodes: Sequence[Resources]) -> str:
-    """That no node has any of a resource."""
+    """Return that no node has any of a resource, and what to change."""
     if name == "GPU":
         return "no node of the cluster has a GPU: set device to cpu, with bundles without GPU, or add nodes with GPUs"
     if not name.startswith(ACCELERATOR):
@@ -152,5 +153,5 @@ def _nowhere(name: str, nodes: Sequence[Resources]) -> str:
 
 
 def shown(resources: Resources) -> str:
-    """Resources in words, as a config writes them."""
+    """Return resources as text, as a config file writes them."""
     return "{" + ", ".join(f"{name}: {amount:g}" for name, amount in resources.items()) + "}"

@@ -1,4 +1,4 @@
-"""One answer for all callers that ask at about the same time, made by a task that belongs to none of them."""
+"""One call whose result is shared by all callers that need it at about the same time."""
 
 import asyncio
 import contextvars
@@ -12,11 +12,11 @@ FRESH_S = 0.25
 
 
 class CoalescedCall(Generic[T]):
-    """The result of `make`, which runs at most once at a time and at most once in `fresh_s`.
+    """Shares the result of `make` among callers. `make` never runs twice at once. A result is reused for `fresh_s`.
 
-    When a client leaves, Serve cancels every call that the task of its request has made, and Ray passes that on to the
-    called actor. So no request calls an actor itself: `make` runs in the context in which this object was created,
-    which must not be a request's, and continues even if all its callers stop waiting.
+    When a client leaves, Serve cancels every call that its request's task has made, and Ray passes the cancellation on
+    to the called actor. So a request never calls an actor itself: `make` runs in the context in which this object was
+    created, which must not be the context of a request. `make` continues even if all callers stop waiting.
     """
 
     def __init__(self, make: Callable[[], Coroutine[Any, Any, T]], fresh_s: float = FRESH_S) -> None:
@@ -26,10 +26,10 @@ class CoalescedCall(Generic[T]):
         self._made = 0.0
 
     async def get(self) -> T:
-        """The latest answer, or the one that is being made.
+        """Return the latest result if it is younger than `fresh_s`; otherwise wait for a new result.
 
         Raises:
-            Exception: what `make` raised; the next call runs it again.
+            Exception: the error that `make` raised; the next call of `get` runs `make` again.
         """
         task = self._task
         if task is None or (task.done() and (task.cancelled() or task.exception() or self._age() > self._fresh_s)):

@@ -1,8 +1,8 @@
-"""When a rank will have computed a prompt: its queue, run ahead in time by the rules of `engine/scheduler.py`.
+"""Forecast of when a rank will have computed a prompt: simulates its queue by the rules of `engine/scheduler.py`.
 
-A rank serves its requests in the order in which they came. To begin, a request needs one of the rank's slots and KV
-pages for its prompt; running requests give both back when they end, and take more pages as they grow. The rows of its
-prompt are then computed after those of the prompts before it, as fast as `PrefillSpeed` says.
+A rank serves its requests in order of arrival. To begin, a request needs a slot of the rank and KV for its prompt.
+Running requests return both when they end, and take more KV as they grow. The rows of the prompt are computed after
+those of earlier prompts, at the speed of `PrefillSpeed`.
 """
 
 import heapq
@@ -16,7 +16,7 @@ from cluster.actors.prefill_speed import PrefillSpeed, PromptSeconds
 
 
 class RunningRequest(NamedTuple):
-    """A running request: it ends at `ends`. Until then its KV grows by `grows` tokens a second, to `tokens`."""
+    """A running request, which ends at the time `ends`. Until then its KV grows by `grows` tokens/s, to `tokens`."""
 
     ends: float
     tokens: float
@@ -24,8 +24,8 @@ class RunningRequest(NamedTuple):
 
 
 class QueuedPrompt(NamedTuple):
-    """A request without a token: `rows` prompt rows are left to compute after `start` tokens. It takes the KV of
-    `tokens` tokens when it begins, and gets `more` tokens after its first one.
+    """A request without a token yet: `rows` prompt rows are left to compute, after `start` tokens. It takes `tokens`
+    tokens of KV when it begins, and gets `more` tokens after its first one.
     """
 
     start: int
@@ -35,40 +35,42 @@ class QueuedPrompt(NamedTuple):
 
 
 class ExpectedWait(NamedTuple):
-    """A request gets its first token after `seconds`. The first `delay` of them it waits for earlier requests."""
+    """The expected wait for a first token: `seconds` in all, of which the first `delay` are spent on other requests."""
 
     seconds: float
     delay: float
 
 
 class DecodeIntervals:
-    """When some request of the gang decodes: intervals in order, none of which touches another."""
+    """The times when any request of the gang decodes: sorted, disjoint intervals, in seconds from now."""
 
     def __init__(self) -> None:
         self._begins: list[float] = []
         self._ends: list[float] = []
 
     def add(self, begins: float, ends: float) -> None:
-        """A request decodes from `begins` to `ends`."""
+        """Add the interval in which a request decodes."""
         if ends <= begins:
             return
+        # Intervals `first` to `last` - 1 touch the new one: merge them into it.
         first, last = bisect_left(self._ends, begins), bisect_right(self._begins, ends)
         if first < last:
             begins, ends = min(begins, self._begins[first]), max(ends, self._ends[last - 1])
         self._begins[first:last], self._ends[first:last] = [begins], [ends]
 
     def at(self, time: float) -> bool:
-        """Whether some request decodes then."""
+        """Return whether any request decodes at `time`."""
         next_one = bisect_right(self._ends, time)
         return next_one < len(self._ends) and self._begins[next_one] <= time
 
     def until(self, time: float) -> float:
-        """Until when requests decode without a pause from `time` on; `time` itself where none decodes then."""
+        """Return until when requests decode without a pause from `time` on; `time` itself if none decodes then."""
         return self._ends[bisect_right(self._ends, time)] if self.at(time) else time
 
     def finished(self, time: float, takes: PromptSeconds) -> float:
-        """When a prompt is computed whose first row begins at `time`."""
-        left = 1.0
+        """Return when a prompt is computed whose first row begins at `time`."""
+        left = 1.0  # the share of the prompt that is not computed yet
+        # Walk the gaps, at the speed `alone`, and the intervals of decoding, at the speed `beside`.
         for at in range(bisect_right(self._ends, time), len(self._ends)):
             begins, ends = self._begins[at], self._ends[at]
             if begins > time:
@@ -86,13 +88,12 @@ class DecodeIntervals:
 
 @dataclass(slots=True)
 class RankForecast:
-    """One rank from now (0.0) on, in seconds.
+    """The simulation of one rank. Times are in seconds from now (0.0).
 
-    `slots` and `kv` (in tokens) are free; `spare` tokens of KV have to stay free for each running request. `ends` is a
-    heap of the running requests; `per_s` tells from their number how many tokens a second each of them gets. The
-    waiting requests have `rows` prompt rows in all. All prompts that were added are computed at `clock`, which begins
-    below 0.0 if the rank has been computing the first of them since then. `waiting` requests were added, `first` is the
-    first of them, and `free` slots are free at 0.0.
+    `slots` and `kv` (in tokens) are free at the simulated time, `free` slots at 0.0; `spare` tokens of KV must stay
+    free per running request. `ends` is a heap of the running requests; `per_s(n)` is the tokens/s of each of n of them.
+    The waiting requests have `rows` prompt rows in all; `waiting` of them were added so far, beginning with `first`.
+    All added prompts are computed at `clock`. It starts below 0.0 if the rank began the first prompt before now.
     """
 
     speed: PrefillSpeed
@@ -115,7 +116,7 @@ class RankForecast:
         heapq.heapify(self.ends)
 
     def add(self, prompt: QueuedPrompt, decoding: DecodeIntervals) -> None:
-        """Let a request wait behind the others; add to `decoding` when it decodes."""
+        """Queue a request behind the others, and add to `decoding` the interval in which it will decode."""
         self.first = self.first or prompt
         self.waiting += 1
         self._begin(prompt)
@@ -130,22 +131,22 @@ class RankForecast:
         heapq.heappush(self.ends, RunningRequest(ends, prompt.tokens + prompt.more, prompt.more / took))
 
     def wait(self, prompt: QueuedPrompt, decoding: DecodeIntervals) -> ExpectedWait:
-        """How long a request waits that comes now."""
+        """Return the expected wait of a request that comes now; change nothing."""
         if (passes_s := self._passes_s(prompt, decoding)) is not None:
             return ExpectedWait(passes_s, passes_s)
         newcomer = replace(self, ends=[*self.ends], rows=self.rows + prompt.rows)
         newcomer._begin(prompt)
         delay = max(0.0, newcomer.clock)
         step = self.speed.step_s(prompt.start, prompt.rows, decoding.at(delay))
-        # It joins the next step, and on average half of the step under way is over.
+        # The request joins the next step, and on average half of the present step is left.
         return ExpectedWait(max(newcomer._computed(prompt, decoding), step) + step / 2, delay)
 
     def _passes_s(self, prompt: QueuedPrompt, decoding: DecodeIntervals) -> float | None:
-        """When a request that comes now gets its first token, if its prompt passes the first one; None if it does not.
+        """Return when a request that comes now gets its first token, if its prompt overtakes the first one; else None.
 
-        Beside decoding requests a step has a share of time for prompt rows. What the rows of the first prompt leave of
-        it does not pay for one more of them. It may pay for rows of a later prompt, which are cheaper because fewer
-        tokens precede them.
+        While requests decode, a step has a time budget for prompt rows. What the first prompt leaves of the budget is
+        too little for one more of its rows. It may be enough for rows of a later prompt, which are cheaper because
+        fewer tokens precede them.
         """
         if self.first is None or self.waiting >= self.free:
             return None
@@ -158,18 +159,18 @@ class RankForecast:
         return seconds + step / 2 if 2 * decoding.until(0.0) > seconds else None
 
     def _computed(self, prompt: QueuedPrompt, decoding: DecodeIntervals) -> float:
-        """When a prompt is computed that begins at `clock`."""
+        """Return when a prompt is computed that begins at `clock`."""
         return decoding.finished(self.clock, self.speed.seconds(prompt.start, prompt.rows, self.rows))
 
     def _begin(self, prompt: QueuedPrompt) -> None:
-        """Advance until there is a slot and KV for a request."""
+        """Advance `clock` until there is a slot and enough KV for a request."""
         self._advance(self.clock)
         while self.ends and (self.slots < 1 or self.kv < prompt.tokens + self.spare * len(self.ends)):
             self.clock = max(self.clock, self.ends[0].ends)
             self._advance(self.ends[0].ends)
 
     def _advance(self, to: float) -> None:
-        """Let running requests grow and end until `to`."""
+        """Simulate the growth and the ends of running requests until `to`."""
         while self.ends and self.ends[0].ends <= to:
             self._grow(self.ends[0].ends)
             one = heapq.heappop(self.ends)
@@ -185,10 +186,10 @@ class RankForecast:
 
 
 class GangForecast:
-    """The ranks of a gang, which take their steps together. Forecast at the time `made`, by the caller's clock."""
+    """The simulation of all ranks of a gang, which step together; made at the time `made` of the caller's clock."""
 
     def __init__(self, ranks: Sequence[RankForecast], queues: Sequence[Sequence[QueuedPrompt]], made: float) -> None:
-        """`queues` are the waiting requests of each rank, in order."""
+        """`queues` holds the waiting requests of each rank, in order."""
         self.ranks, self.made = ranks, made
         self._decoding = DecodeIntervals()
         self._decoding.add(
@@ -196,16 +197,17 @@ class GangForecast:
             max((end.ends for rank in ranks for end in rank.ends), default=0.0),
         )
         waiting = [deque(queue) for queue in queues]
+        # Always advance the rank that is furthest behind in time: its decoding slows the prompts of the others.
         while left := [at for at, queue in enumerate(waiting) if queue]:
             first = min(left, key=lambda at: ranks[at].clock)
             ranks[first].add(waiting[first].popleft(), self._decoding)
 
     def add(self, rank: int, prompt: QueuedPrompt) -> None:
-        """A request came to a rank, and waits behind the others."""
+        """Queue a request at a rank, behind the others."""
         self.ranks[rank].rows += prompt.rows
         self.ranks[rank].add(prompt, self._decoding)
 
     def wait(self, rank: int, prompt: QueuedPrompt, now: float) -> ExpectedWait:
-        """The expected wait of a request that arrives at a rank at the time `now`."""
+        """Return the expected wait of a request that arrives at a rank at the time `now`, by the caller's clock."""
         found, age = self.ranks[rank].wait(prompt, self._decoding), now - self.made
         return ExpectedWait(max(0.0, found.seconds - age), max(0.0, found.delay - age))

@@ -1,7 +1,8 @@
-"""A gang: the ranks of one engine, started together, watched together, restarted as one, ended together.
+"""Starts the ranks of one engine (a gang), watches them, and kills and restarts all of them if one is lost.
 
-A life is one run of the gang, from the creation of its shards to their end; a restart is a new life. The replica that
-made a gang owns it: if it is killed, Ray ends the shards (their owner died) and the placement group (its creator died).
+A shard is the actor of one rank. An incarnation is one run of the gang, from the creation of the shards to their end; a
+restart begins a new incarnation. The replica that made a gang owns the gang: if the replica is killed, Ray ends the
+shards (their owner died) and the placement group (its creator died).
 """
 
 import asyncio
@@ -26,28 +27,29 @@ __all__ = ["NAMESPACE", "Gang", "GangSpec", "GangStartError", "Owner"]
 
 logger = logging.getLogger(__name__)
 
-GRACE_S = 1.0  # after the first sign of a loss: how long to wait for a sign that names the rank at fault
+GRACE_S = 1.0  # after the first evidence of a loss: how long to wait for evidence that names the rank at fault
 FRUITLESS = 16
-"""So many lives in a row that ended early and served nobody: the gang is given up. Of 1,024 requests that all began in
-the step that one of them ends, halving takes ten lives to find it, and it is tried three times alone.
+"""The gang is given up after this many incarnations in a row that ended early and served no request. The number must
+exceed what one fatal request costs: among 1,024 requests that began in the fatal step, bisection finds the fatal one in
+ten incarnations, and then tries that request alone three times.
 """
 RETRY_S = 0.5  # between two attempts to restart
-PATIENCE_SHARE = 4.0  # times what the first start took: limit of a whole restart, unless restart_timeout_s is set
+PATIENCE_SHARE = 4.0  # limit of a whole restart, as a multiple of the first start, unless restart_timeout_s is set
 PATIENCE_FLOOR_S = 60.0
-STILL_SHARE = 2.0  # times what the first start took: an attempt without progress of any rank for so long is given up
+STILL_SHARE = 2.0  # limit of the time without progress of any rank in one attempt, as a multiple of the first start
 STILL_FLOOR_S = 30.0
 LOSSES_SHOWN = 32
 
 
 class Owner(Protocol):
-    """Who is told of the losses and restarts of a gang; called on the event loop that watches it."""
+    """Callbacks for the losses and restarts of a gang, called on the event loop that watches it."""
 
     async def on_down(self, loss: Loss) -> None:
-        """A life is over and its shards are killed; items that they had sent may be read until this returns."""
+        """An incarnation is over and its shards are killed; step items already sent may be read until this returns."""
         ...
 
     def on_up(self) -> None:
-        """The gang serves again, and its new life has no requests yet."""
+        """The gang serves again; its new incarnation has no requests yet."""
         ...
 
     def on_lost(self, reason: str) -> None:
@@ -56,15 +58,15 @@ class Owner(Protocol):
 
 
 class Gang:
-    """The present life of the gang, and the losses that ended those before it."""
+    """The present incarnation of a gang, and the losses that ended the earlier incarnations."""
 
     def __init__(self, spec: GangSpec, on_loss: Callable[[Loss], None] | None = None) -> None:
-        """`on_loss` is called twice per loss: when it is noticed and, if the gang comes back, when it serves again."""
+        """`on_loss` is called when a loss is noticed, and a second time if the gang serves again after that loss."""
         self.spec = spec
         self.losses: list[Loss] = []
         self.lost = ""  # why the gang will not come back
         self.epoch = 0
-        self._sample: bytes | None = None  # the replica's latest registry sample, held by rank 0 of each life
+        self._sample: bytes | None = None  # the replica's latest registry sample, kept by rank 0 of each incarnation
         self._on_loss = on_loss
         self._life: Incarnation | None = None
         self._infos: list[RankInfo] = []
@@ -74,35 +76,35 @@ class Gang:
 
     @property
     def world(self) -> int:
-        """How many ranks."""
+        """The number of ranks."""
         return self.spec.world
 
     @property
     def life(self) -> Incarnation | None:
-        """The life that serves; None before the start, during a restart and after the end."""
+        """The incarnation that serves; None before the start, during a restart and after the end."""
         return None if self._restarting else self._life
 
     @property
     def shards(self) -> list[Any]:
-        """The handles of the shards by rank; none while the gang does not serve."""
+        """The handles of the shards by rank; empty while the gang does not serve."""
         return self.life.shards if self.life else []
 
     @property
     def infos(self) -> list[RankInfo]:
-        """What the ranks of the latest life run with."""
+        """The settings and hardware of each rank of the latest incarnation."""
         return self._infos
 
     @property
     def beats(self) -> list[Heartbeat | None]:
-        """The last heartbeat of every rank of the life that serves."""
+        """The last heartbeat of every rank of the incarnation that serves."""
         return self.life.beats if self.life else []
 
     async def start(self) -> None:
-        """Reserve the bundles, create the shards and load them side by side.
+        """Reserve the bundles, create the shards and load them in parallel.
 
         Raises:
-            PlacementError: the cluster has no room.
-            ConfigError: the engine refused its config or a checkpoint, or there is not one bundle per rank.
+            PlacementError: the cluster has too few free resources.
+            ConfigError: the engine refused its config or a checkpoint, or the number of bundles is not `tp_size`.
             GangStartError: a shard died or failed while loading.
         """
         if self.world != self.spec.config.tp_size:
@@ -120,18 +122,18 @@ class Gang:
 
     @property
     def patience_s(self) -> float:
-        """How long streams wait for a restart: `restart_timeout_s`, or a multiple of what the first start took."""
+        """Seconds that streams wait for a restart: `restart_timeout_s`, or by default a multiple of the first start."""
         given = self.spec.config.restart_timeout_s
         return max(PATIENCE_FLOOR_S, PATIENCE_SHARE * self._start_s) if given is None else given
 
     @property
     def start_s(self) -> float:
-        """How long the first start took without what it downloaded; 0.0 before it is over."""
+        """Seconds that the first start took, without downloads; 0.0 until the gang has started."""
         return self._start_s
 
     async def _begin(self, timeout_s: float, still_s: float = math.inf) -> Incarnation:
-        """Start a life and return it; see `Incarnation.begin`. Every later life has as much KV cache as the first,
-        however much memory is free by then: the open streams were admitted on that size.
+        """Start an incarnation by `Incarnation.begin` and return it. Every later incarnation gets a KV cache of the
+        same size as the first, however much memory is free, because open streams were admitted for that size.
         """
         assert self._placement is not None
         held = self._infos[0] if self._infos else None
@@ -145,7 +147,7 @@ class Gang:
         return life
 
     def keep(self, sample: bytes) -> None:
-        """Have rank 0 of each later life hold the replica's latest registry sample."""
+        """Set the replica's latest registry sample; each later incarnation gives it to its rank 0 to keep."""
         self._sample = sample
 
     async def pulse(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
@@ -154,14 +156,14 @@ class Gang:
             await self.life.pulse(timeout_s)
 
     def trouble(self) -> str:
-        """Why the gang is unhealthy now, naming the rank; empty when it is healthy. A rank that stalls may recover."""
+        """Return why the gang is unhealthy now, naming the rank; empty if healthy. A stalled rank may still recover."""
         if self.lost or self._restarting:
             return self.lost or self._restarting
         verdict = self._verdict(self.life) if self.life else None
         return "" if verdict is None else str(verdict)
 
     def history(self) -> GangHistory:
-        """What was decided before the start, and the lives and losses since."""
+        """Return the facts decided before the start, the number of earlier incarnations, and the latest losses."""
         start_s, patience_s = round(self._start_s, 1), round(self.patience_s, 1)
         latest = tuple(self.losses[-LOSSES_SHOWN:])
         return GangHistory(self.spec.decided, start_s, patience_s, self.epoch, latest, self.spec.name)
@@ -170,7 +172,9 @@ class Gang:
         return judge(life.signs(), self.spec.config.watchdog_timeout_s)
 
     async def watch(self, owner: Owner) -> None:
-        """Watch the gang and restart it whenever it loses a rank, until it cannot be brought back."""
+        """Watch the gang, and kill and restart all ranks whenever a rank is lost. Return when a restart has failed for
+        good or the gang was killed.
+        """
         fruitless = 0
         try:
             while self._life is not None:
@@ -182,6 +186,7 @@ class Gang:
                 life.kill()
                 await owner.on_down(loss)
                 self._tell(loss)
+                # An incarnation that served for long is no evidence of a crash loop.
                 old = time.monotonic() - served_from > self.patience_s
                 fruitless = 0 if life.fruitful or old else fruitless + 1
                 if fruitless >= FRUITLESS:
@@ -202,7 +207,9 @@ class Gang:
             self.kill()
 
     async def _loss(self, life: Incarnation) -> tuple[Loss, float]:
-        """Wait for the end of a life; returns the loss, naming the rank at fault, and when it was noticed."""
+        """Wait until an incarnation is over. Return the loss, which names the rank at fault, and the time of noticing
+        (monotonic clock).
+        """
         limit = self.spec.config.watchdog_timeout_s
         period, said = min(1.0, limit / 4), ""
         while True:
@@ -210,7 +217,7 @@ class Gang:
             asked = time.monotonic()
             await _within(period, life.alarm)
             late = time.monotonic() - asked - period
-            if late > period:
+            if late > period:  # this process itself was stopped, so the silence of the ranks is no evidence
                 life.forgive(late)
             verdict = self._verdict(life)
             if verdict is not None and verdict.final:
@@ -219,6 +226,7 @@ class Gang:
                 said = "" if verdict is None else str(verdict)
                 logger.warning("gang %s: %s", self.spec.name, said or "healthy again")
         noticed = time.monotonic()
+        # The first evidence may come from a rank that only lost a peer: wait a moment for evidence of the cause.
         while not verdict.certain and (left := noticed + GRACE_S - time.monotonic()) > 0:
             life.alarm.clear()
             await _within(left, life.alarm)
@@ -228,7 +236,9 @@ class Gang:
         return Loss(*where, epoch=life.epoch, at=time.time(), noticed_s=max(0.0, silence)), noticed
 
     async def _restart(self, loss: Loss, noticed: float) -> None:
-        """Start new lives in the same placement group until one serves; sets `lost` when `patience_s` is over."""
+        """Start new incarnations in the same placement group until one serves. If none serves within `patience_s` of
+        `noticed`, set `lost`.
+        """
         until = noticed + self.patience_s
         still_s = max(STILL_FLOOR_S, STILL_SHARE * self._start_s)
         attempts, why = 0, ""
@@ -243,7 +253,7 @@ class Gang:
                 left = until - time.monotonic()
                 await asyncio.wait_for(self._begin(left, still_s), left)
             except Exception as error:
-                why = str(error) or why or type(error).__name__  # a timeout has no message, and is not the cause
+                why = str(error) or why or type(error).__name__  # a timeout has no message: keep the earlier cause
                 self._restarting = f"{loss} (restarting; attempt {attempts} failed: {why})"
                 logger.error("gang %s: attempt %d to restart failed: %s", self.spec.name, attempts, why)
                 await asyncio.sleep(min(RETRY_S, max(0.0, until - time.monotonic())))
@@ -267,13 +277,13 @@ class Gang:
             logger.exception("gang %s: on_loss failed", self.spec.name)
 
     async def stop(self, timeout_s: float = 3.0) -> None:
-        """End the loops after their step, then the shards and the placement group."""
+        """End the step loops after their present step, then the shards and the placement group."""
         if self.life:
             await self.life.stop(timeout_s)
         self.kill()
 
     def kill(self) -> None:
-        """End everything now. Safe to call twice."""
+        """End the shards and remove the placement group now. Safe to call twice."""
         if self._life is not None:
             self._life.kill()
             self._life = None
@@ -283,11 +293,12 @@ class Gang:
 
 
 def _with_kv(spec: GangSpec, tokens: int) -> GangSpec:
-    """The spec with a KV cache of `tokens` per rank."""
+    """Return the spec with a KV cache of `tokens` tokens per rank."""
     sizes = {**dict.fromkeys(KV_SIZES), "max_total_tokens": tokens}
     return replace(spec, config=spec.config.model_copy(update=sizes))
 
 
 async def _within(seconds: float, event: asyncio.Event) -> None:
+    """Wait for an event, for at most `seconds`."""
     with suppress(TimeoutError):
         await asyncio.wait_for(event.wait(), seconds)

@@ -1,7 +1,7 @@
-"""Compiled grammars on their way to a rank: they may have megabytes, so they travel once, beside the requests.
+"""Transfer of compiled grammars to ranks. A grammar may have megabytes, so it is sent once, separate from its requests.
 
-A replica has the ranks of a group read one, under a short name; the request that is submitted then has the name in its
-place. No Ray here.
+A replica sends a grammar with a short name to the ranks of a group, which read it. Then it submits the request with the
+name in place of the grammar. No Ray here.
 """
 
 import hashlib
@@ -15,28 +15,28 @@ from cluster.request import Request
 
 KEPT_CHARACTERS = 64 << 20
 KEPT_S = 60.0
-"""A grammar that was read is kept so long at least: its request follows at once."""
+"""A grammar is kept for at least this long, because its request follows at once."""
 
 
 def name_of(grammar: str) -> str:
-    """The name of a compiled grammar, which is none itself."""
+    """Return the name of a compiled grammar: its hash, with a prefix that no compiled grammar has."""
     return "name:" + hashlib.blake2b(grammar.encode(), digest_size=32).hexdigest()
 
 
 def named(request: Request, name: str) -> Request:
-    """A request with a name in the place of its grammar."""
+    """Return the request with `name` in place of its grammar."""
     return replace(request, params=replace(request.params, grammar=name))
 
 
 @dataclass(slots=True)
 class GrammarCache:
-    """Those that a rank has read, by name, the one read longest ago first. For any thread."""
+    """The compiled grammars that a rank has read, by name, oldest first. Thread-safe."""
 
     _kept: OrderedDict[str, tuple[str, float]] = field(default_factory=OrderedDict)
     _lock: Lock = field(default_factory=Lock)
 
     def keep(self, name: str, grammar: str) -> None:
-        """Keep a grammar for requests to come; old ones make room."""
+        """Keep a grammar; drop the oldest ones beyond `KEPT_CHARACTERS`, but none younger than `KEPT_S`."""
         now = time.monotonic()
         with self._lock:
             self._kept[name] = grammar, now
@@ -46,8 +46,8 @@ class GrammarCache:
                 held -= len(self._kept.popitem(last=False)[1][0])
 
     def whole(self, commands: Commands) -> Commands:
-        """Commands with grammars in the place of their names. A name that is not known stays, and its request ends with
-        an error, as with any text that is no grammar.
+        """Return the commands with grammars in place of their names. An unknown name stays: its request ends with an
+        error, like any text that is not a compiled grammar.
         """
         return replace(commands, submits=tuple(map(self._whole, commands.submits)))
 

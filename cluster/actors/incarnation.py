@@ -1,4 +1,6 @@
-"""One life of a gang: its shards from their creation to their end. A gang that loses a rank gets a new life."""
+"""One incarnation of a gang: the shards (actors, one per rank) from their creation to their end. A gang that loses a
+rank gets a new incarnation.
+"""
 
 import asyncio
 import contextvars
@@ -28,8 +30,8 @@ logger = logging.getLogger(__name__)
 NAMESPACE = "aerie"
 CONTROL_TIMEOUT_S = 0.5  # a control call that takes longer counts as unanswered
 LOOK_S = 1.0  # between two checks of shards that are loading
-REASON_TIMEOUT_S = 0.5  # after the first load error: how long to wait for one that says more about the cause
-OUTPUTS_AHEAD = 4  # unread stream items at the replica; beyond that, a shard puts several steps into one item
+REASON_TIMEOUT_S = 0.5  # after the first load error: how long to wait for errors that are closer to the cause
+OUTPUTS_AHEAD = 4  # the most unread stream items at the replica; beyond that a shard puts several steps into one item
 
 
 class GangStartError(RuntimeError):
@@ -38,7 +40,9 @@ class GangStartError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class GangSpec:
-    """What to start: the engine's config, where its ranks go, and the name under which its shards are found."""
+    """What to start: the engine's config, the layout of its ranks, and the gang's `name`, with which the names of the
+    shards and the placement group begin.
+    """
 
     config: EngineConfig
     layout: Layout
@@ -49,17 +53,20 @@ class GangSpec:
 
     @property
     def world(self) -> int:
-        """How many ranks."""
+        """The number of ranks."""
         return self.layout.world
 
     @property
     def leaders(self) -> range:
-        """The ranks that take requests and give outputs, by dp rank: the first of each attention-TP group."""
+        """The first rank of each attention group, by dp rank. These leaders take requests and return outputs."""
         return range(0, self.world, self.world // self.config.attn_dp_size)
 
 
 class Incarnation:
-    """The handles of the shards, by rank, and what is known of the health of each."""
+    """The handles of an incarnation's shards, by rank, and the evidence of each rank's health.
+
+    Times are those of this process's monotonic clock ("our clock").
+    """
 
     def __init__(self, spec: GangSpec, placement: Placement, epoch: int) -> None:
         self.spec = spec
@@ -67,26 +74,26 @@ class Incarnation:
         self.shards: list[Any] = []
         self.infos: list[RankInfo] = []
         self.beats: list[Heartbeat | None] = [None] * spec.world
-        self.alarm = asyncio.Event()  # set by every sign that this life is over
+        self.alarm = asyncio.Event()  # set by every piece of evidence that this incarnation is over
         self.fetched_s = 0.0
         self.last_item = 0.0  # when a step item last came from any rank; 0.0 before the first
-        self.fruitful = False  # whether any request went on in it or ended well
+        self.fruitful = False  # whether any request got tokens beyond its first one, or ended normally
         self._placement = placement
         self._deaths = [""] * spec.world
         self._failures: list[Failure | None] = [None] * spec.world
-        self._answered: list[float] = []  # when each rank last answered, on our clock
+        self._answered: list[float] = []  # when each rank last answered
         self._asking: list[asyncio.Task[None] | None] = [None] * spec.world
         self._following: list[asyncio.Task[None]] = []
         self._context = contextvars.Context()
 
     async def begin(self, timeout_s: float, still_s: float = math.inf) -> None:
-        """Create the shards and load them in parallel; after an error the caller has to `kill` those created. Before
-        they load, one shard of each node downloads what the node lacks of models of a hub. How long that takes is in
-        `fetched_s` and does not count as loading.
+        """Create the shards and load them in parallel. After an error the caller must call `kill`. Before loading, one
+        shard of each node downloads the hub's models that the node lacks; `fetched_s` is the time of these downloads,
+        which does not count against the limits.
 
         Raises:
             ConfigError: the engine refused its config or a checkpoint.
-            GangStartError: a shard died or failed while loading, all took longer than `timeout_s`, or none showed
+            GangStartError: a shard died or failed while loading, loading took longer than `timeout_s`, or no rank made
                 progress for `still_s`.
         """
         self._context = contextvars.copy_context()
@@ -102,7 +109,7 @@ class Incarnation:
             meeting = (await self._loaded([_named(0, self.shards[0].open_store.remote())], until, still_s))[0]
         loads = [_named(rank, shard.load.remote(self.spec.config, meeting)) for rank, shard in enumerate(self.shards)]
         self.infos = await self._loaded(loads, until, still_s)
-        self._unask()  # heartbeats, under way or not, were about the loading
+        self._unask()  # forget the heartbeats of the loading, those in flight included
         self.beats = [None] * self.spec.world
         self._deaths, self._failures = [""] * self.spec.world, [None] * self.spec.world
         self.alarm.clear()
@@ -113,7 +120,7 @@ class Incarnation:
         """Have the first rank of each node download the models for all ranks of that node.
 
         Raises:
-            ConfigError, GangStartError: a node cannot have them.
+            ConfigError, GangStartError: a node could not download them.
         """
         nodes = self._placement.nodes
         first = [rank for rank, node in enumerate(nodes) if nodes.index(node) == rank]
@@ -121,10 +128,10 @@ class Incarnation:
         await self._loaded(fetching, math.inf, math.inf)
 
     async def _loaded(self, loads: Sequence[Any], until: float, still_s: float) -> list[Any]:
-        """The answers of all ranks.
+        """Wait for all calls in `loads` and return their answers, until the time `until` or `still_s` without progress.
 
         Raises:
-            ConfigError, GangStartError: of the first errors, the one that says most about the cause.
+            ConfigError, GangStartError: if several ranks fail, the error that is closest to the cause.
         """
         tasks = [asyncio.ensure_future(load) for load in loads]
         try:
@@ -134,7 +141,7 @@ class Incarnation:
                 task.cancel()
 
     async def _all_of(self, tasks: Sequence[asyncio.Task[Any]], until: float, still_s: float) -> list[Any]:
-        """The results of `_loaded`; the caller cancels the tasks that have not ended."""
+        """Do the waiting of `_loaded`, which afterwards cancels the tasks that have not ended."""
         began = time.monotonic()
         late, why = set(tasks), ""
         while late and not why and not any(task.exception() for task in tasks if task.done()):
@@ -158,7 +165,7 @@ class Incarnation:
         return [task.result() for task in tasks]
 
     def _last_progress(self) -> float:
-        """When any rank last made progress, as far as its heartbeats told, on our clock."""
+        """The time of the latest progress of any rank, by the heartbeats."""
         heard = zip(self._answered, self.beats, strict=True)
         return max(at - (0.0 if beat is None else beat.age_s) for at, beat in heard)
 
@@ -173,20 +180,20 @@ class Incarnation:
         )
 
     def open_stream(self, rank: int) -> Any:
-        """The stream of a leader's step items; it raises RayActorError when the shard dies."""
+        """Return the stream of a leader's step items. Reading the stream raises RayActorError if the shard dies."""
         outputs = self.shards[rank].outputs
         return outputs.options(num_returns="streaming", _generator_backpressure_num_objects=OUTPUTS_AHEAD).remote()
 
     def read_grammar(self, leader: int, grammar: str) -> asyncio.Task[tuple[str, str]]:
-        """Have the ranks of a leader's group read a compiled grammar; the result is the name under which they know it,
-        and why one cannot read it, or nothing.
+        """Have the ranks of a leader's group read a compiled grammar. The task returns the name under which the ranks
+        keep the grammar, and why a rank cannot use it (empty if all ranks can).
         """
         group = range(leader, leader + self.spec.world // len(self.spec.leaders))
-        # in the owner's context, as with heartbeats
+        # In the owner's context, not a request's: see `ask`.
         return asyncio.create_task(self._read_grammar(group, grammar), context=self._context)
 
     async def _read_grammar(self, group: Sequence[int], grammar: str) -> tuple[str, str]:
-        try:  # streams go on meanwhile
+        try:  # hashing and storing megabytes must not block the event loop
             name, put = await asyncio.to_thread(lambda: (name_of(grammar), ray.put(grammar)))
         except Exception as error:
             return "", f"a grammar of {len(grammar)} characters cannot be sent: {first_line(error)}"
@@ -207,12 +214,12 @@ class Incarnation:
             await asyncio.wait(waiting, timeout=timeout_s)
 
     def ask(self) -> list[asyncio.Task[None]]:
-        """Ask each rank for its heartbeat unless it still owes one; returns all unanswered calls, however old."""
+        """Ask each rank for its heartbeat unless an earlier call is unanswered; return all unanswered calls."""
         if not self.shards:
             return []
         for rank, task in enumerate(self._asking):
             if task is None or task.done():
-                # in the owner's context, not the caller's: Serve cancels the calls that a request's task has made
+                # In the owner's context: Serve cancels actor calls made in the context of a request that ends.
                 self._asking[rank] = asyncio.create_task(self._ask(rank), context=self._context)
         return [task for task in self._asking if task is not None]
 
@@ -226,7 +233,9 @@ class Incarnation:
             self.mark_failed(rank, f"its heartbeat failed: {first_line(error)}")
 
     async def _follow(self, rank: int) -> None:
-        """Wait for the end of a rank: Ray reports that of its process, the rank itself that of its loop."""
+        """Wait for the end of a rank, and note the reason. Ray reports the death of the rank's process; the rank itself
+        reports the end of its loop.
+        """
         try:
             failure: Failure | None = await self.shards[rank].end.remote()
         except RayActorError as error:
@@ -241,12 +250,12 @@ class Incarnation:
                 self.alarm.set()
 
     def mark_dead(self, rank: int, error: Exception) -> None:
-        """Ray has reported that a shard is dead."""
+        """Note that Ray has reported a shard dead."""
         self._deaths[rank] = self._deaths[rank] or f"the process died ({first_line(error)})"
         self.alarm.set()
 
     def mark_failed(self, rank: int, reason: str) -> None:
-        """A shard no longer works; the reason that it gave itself, if any, stays."""
+        """Note that a shard no longer works, unless a failure is already noted."""
         if self._failures[rank] is None:
             beat = self.beats[rank]
             where = (0, "start") if beat is None else (beat.step, beat.phase)
@@ -254,24 +263,24 @@ class Incarnation:
         self.alarm.set()
 
     def mark_alive(self) -> None:
-        """A step item came: the ranks step together, so all of them were alive."""
+        """Note that a step item came from some rank: the ranks step together, so all ranks were alive."""
         self.last_item = time.monotonic()
 
     def heard(self, rank: int) -> tuple[float, EngineStatus] | None:
-        """The status that a rank sent with its last heartbeat, and when it arrived, on our clock."""
+        """Return when a rank's last heartbeat arrived and the engine's status in it; None before the first one."""
         beat = self.beats[rank]
         return None if beat is None else (self._answered[rank], beat.status)
 
     def forgive(self, seconds: float) -> None:
-        """Do not count `seconds` as silence: this process itself stood still and could hear no rank."""
+        """Do not count `seconds` as silence: this process itself was stopped and could not hear the ranks."""
         self._answered = [at + seconds for at in self._answered]
 
     def last_sign(self, rank: int) -> float:
-        """When a rank was last known to be alive, on our clock."""
+        """The time when a rank was last known to be alive."""
         return max(self._answered[rank], self.last_item) if self._answered else time.monotonic()
 
     def signs(self) -> list[RankEvidence]:
-        """What is known of every rank now."""
+        """Return the present evidence of every rank."""
         now = time.monotonic()
         found = []
         for rank, asking in enumerate(self._asking):
@@ -280,7 +289,7 @@ class Incarnation:
         return found
 
     async def stop(self, timeout_s: float) -> None:
-        """End all loops together, after their present step."""
+        """End all loops together after their present step; wait for at most `timeout_s`."""
         self._unfollow()
         if stops := [asyncio.ensure_future(_settled(shard.stop.remote())) for shard in self.shards]:
             _, late = await asyncio.wait(stops, timeout=timeout_s)
@@ -308,11 +317,17 @@ class Incarnation:
 
 
 def _says_little(error: BaseException) -> int:
+    """Sort key of load errors; the smallest is closest to the cause: 0 for a ConfigError, 1 for a rank's own error, 2
+    for the report of a lost peer. `_named` marks the last kind by `raise ... from cause`, and all others by `from
+    None`; so only reports of lost peers have a LoadError as `__cause__`.
+    """
     return 0 if isinstance(error, ConfigError) else 2 if isinstance(error.__cause__, LoadError) else 1
 
 
 async def _named(rank: int, ref: Any) -> Any:
-    """Await a load; a ConfigError is raised as it is, every other error as one that names the rank."""
+    """Await an actor call made while the gang starts. Raise a ConfigError with its own message, and any other error as
+    a GangStartError that names the rank. `_says_little` relies on `from cause` and `from None` below.
+    """
     try:
         return await ref
     except RayTaskError as error:

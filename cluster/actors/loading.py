@@ -1,4 +1,4 @@
-"""Loading a rank in a thread that does not outlive it."""
+"""Loads a rank in a thread that ends with the loading."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -9,12 +9,12 @@ T = TypeVar("T")
 
 
 def in_a_thread_that_ends(call: Callable[[], T]) -> T:
-    """What `call` returns or raises, in a thread that has ended by then.
+    """Run `call` in a thread that has ended when this returns; return its result or raise its error.
 
-    Each thread that computes gets threads of its own from OpenMP, which live as long as it does. If those of the thread
-    that loaded stayed, the process would have more of them than cores, and GNU's OpenMP then lets no thread spin while
-    it waits: every kernel of a step would begin by waking the others through the system. An exit of the process does
-    not wait for the thread.
+    OpenMP gives each computing thread a team of its own, which lives as long as the thread. If the team of the loading
+    thread stayed, the process would have more OpenMP threads than cores. GNU's OpenMP then does not let waiting threads
+    spin: every kernel of a step would first wake the others by system calls. The thread is a daemon, so an exit of the
+    process does not wait for it.
     """
     found: Future[T] = Future()
 

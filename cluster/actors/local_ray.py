@@ -1,4 +1,5 @@
-"""A private Ray cluster on this machine, for as long as this process lives: loopback only, with a token, cleaned up.
+"""A private Ray cluster on this machine that lives as long as this process. It listens on loopback only, requires a
+token, and removes its folder.
 
 `aerie serve` and the tests use it. It shares nothing with a Ray that `ray start` may have started on the machine: it
 has its own ports, folder and lifetime.
@@ -62,7 +63,7 @@ class LocalRay:
                     logging_level=logging.INFO if self.verbose else logging.ERROR,
                     _temp_dir=str(self._folder.inside),
                 )
-        finally:  # a start that fails leaves processes too
+        finally:  # a failed start leaves processes too
             self._processes = [p for p in psutil.Process().children(recursive=True) if p not in before]
 
     def stop(self) -> None:
@@ -76,7 +77,7 @@ class LocalRay:
             self._remove_folder()
 
     def kill(self) -> None:
-        """End all of Ray's processes now, and remove its folder. For a process that is about to end itself."""
+        """Kill all of Ray's processes now, and remove its folder. For a process that is about to exit."""
         try:
             _kill(self._all_processes(), KILL_TIMEOUT_S)
         finally:
@@ -87,7 +88,7 @@ class LocalRay:
             self._folder.remove()
 
     def _all_processes(self) -> list[psutil.Process]:
-        """Ray's own processes and everything that they started since."""
+        """Return Ray's own processes and all processes that they started since."""
         found: dict[int, psutil.Process] = {}
         for process in self._processes:
             try:
@@ -98,7 +99,7 @@ class LocalRay:
 
 
 def _kill(processes: list[psutil.Process], timeout_s: float) -> None:
-    """Kill processes and wait until they are gone; some may have ended by themselves."""
+    """Kill processes and wait until they are gone; some may have ended already."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
@@ -107,11 +108,12 @@ def _kill(processes: list[psutil.Process], timeout_s: float) -> None:
 
 @contextmanager
 def _lean_head(with_logs: bool) -> Iterator[None]:
-    """Make `ray.init` skip three helper processes that are not needed here; saves 4 s on two cores, and 280 MB.
+    """Make `ray.init` skip three helper processes that are not needed here; this saves 4 s on two cores, and 280 MB.
 
     They are the autoscaler's monitor, the dashboard's server (it starts even with include_dashboard=False, and
-    `ray.init` waits for it) and, without `with_logs`, the log monitor. `ray.init` has no argument for them; a version
-    of Ray with other internal names starts with all its helpers, which costs only time and memory.
+    `ray.init` waits for it) and, without `with_logs`, the log monitor. `ray.init` has no argument for them, so this
+    patches Ray's internals. A version of Ray with other internal names starts all helpers, which only costs time and
+    memory.
     """
     parameter: Any = ray._private.parameter
     node: Any = ray._private.node.Node
@@ -133,18 +135,18 @@ def _lean_head(with_logs: bool) -> Iterator[None]:
 
 @contextmanager
 def _own_group() -> Iterator[None]:
-    """Have `ray.init` start Ray's processes in one process group of their own, and with SIGTERM let through.
+    """Make `ray.init` start Ray's processes in one process group of their own, with SIGTERM unblocked.
 
-    What is sent to this process's group, as by Ctrl-C in a terminal or by `timeout`, then reaches this process alone,
-    which ends Ray in order. Ray's reaper, which ends its group once this process is gone, is in that group. A version
-    of Ray with other internal names starts them in this process's group, with SIGTERM held where this thread holds it.
+    A signal to this process's group, such as Ctrl-C in a terminal or `timeout`, then reaches only this process, which
+    ends Ray in order. Ray's reaper, which ends its own group once this process is gone, is in the new group. A version
+    of Ray with other internal names starts its processes in this process's group, with this thread's signal mask.
     """
     services: Any = ray._private.services
     popen = getattr(services, "ConsolePopen", None)
     if popen is None:
         yield
         return
-    leader = 0  # the first process that is started
+    leader = 0  # id of the first process started, whose group the others join
 
     def start(*args: Any, preexec_fn: Callable[[], None] | None = None, **options: Any) -> Any:
         nonlocal leader
@@ -155,7 +157,7 @@ def _own_group() -> Iterator[None]:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
             try:
                 os.setpgid(0, leader)
-            except OSError:  # the leader has ended, and its group with it
+            except OSError:  # the leader has ended, and so has its group
                 os.setpgid(0, 0)
 
         process = popen(*args, preexec_fn=prepare, **options)
@@ -170,15 +172,15 @@ def _own_group() -> Iterator[None]:
 
 
 def prepare_environment(folder: Path) -> None:
-    """Set Ray's environment variables for this process and all that it starts; those already set are kept.
+    """Set Ray's environment variables for this process and its children; variables already set are kept.
 
-    `ray.init` of a new cluster turns token authentication on by itself unless RAY_AUTH_MODE says otherwise.
+    `ray.init` of a new cluster turns token authentication on by itself unless RAY_AUTH_MODE is set otherwise.
     """
     defaults = {
         "RAY_USAGE_STATS_ENABLED": "0",
-        # Ray runs workers at niceness 15: beside other busy programs, a rank gets one CPU second of thirty.
+        # Ray's default niceness of workers is 15: next to busy programs a rank gets one CPU second in thirty.
         "RAY_worker_niceness": "0",
-        # Serve replaces a dead proxy after three failed checks; its defaults are 10 s for each.
+        # Serve replaces a dead proxy after three failed checks; both defaults are 10 s.
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
         "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "5",
     }
@@ -190,15 +192,15 @@ def prepare_environment(folder: Path) -> None:
             "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(place / "metrics.sock"),
             "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(place),
             "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(place / "server-state"),
-            # HAProxy's own two ports need fixed numbers, and another Ray on this machine may use the defaults.
+            # These two ports must be fixed numbers, and another Ray on this machine may use the defaults.
             "RAY_SERVE_HAPROXY_METRICS_PORT": str(_unused_port()),
             "RAY_SERVE_HAPROXY_STATS_PORT": str(_unused_port()),
-            # How long a stopping replica waits for load balancers to notice; the only one here is Serve's own.
+            # How long a stopping replica waits until load balancers notice. Short: the only one here is Serve's own.
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
         }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
-    # False means in Ray that this node is reached by 127.0.0.1 only: all its servers then bind to loopback.
+    # With False, Ray's node address is 127.0.0.1, and all its servers bind to loopback.
     ray_constants.ENABLE_RAY_CLUSTER = False
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     if os.environ.get("RAY_AUTH_MODE", "token") == "token":
@@ -206,13 +208,13 @@ def prepare_environment(folder: Path) -> None:
 
 
 def gpus_here() -> int:
-    """How many GPUs Ray would find on this machine."""
+    """Return how many GPUs Ray would find on this machine."""
     manager = get_accelerator_manager_for_resource("GPU")
     return 0 if manager is None else int(manager.get_current_node_num_accelerators())
 
 
 def uses_haproxy() -> bool:
-    """Whether Serve is configured to use HAProxy instead of its own proxy."""
+    """Return whether Serve is configured to use HAProxy instead of its own proxy."""
     return os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"
 
 
@@ -224,8 +226,8 @@ def _unused_port() -> int:
 
 
 def ensure_token(folder: Path) -> None:
-    """Make the token file that Ray looks for, readable by its owner only, unless a token is set already. Without a home
-    folder that can be written it is in `folder`, and RAY_AUTH_TOKEN_PATH says so to Ray's processes.
+    """Create the token file that Ray looks for, readable by its owner only, unless a token is set already. If the home
+    folder cannot be written, the file is in `folder`, and RAY_AUTH_TOKEN_PATH tells Ray's processes.
     """
     if "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ:
         return
@@ -240,7 +242,7 @@ def ensure_token(folder: Path) -> None:
 
 
 def _write_token(path: Path) -> None:
-    """Raises OSError where the file exists, or cannot be written."""
+    """Write a new random token to `path`. Raises OSError if the file exists or cannot be written."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:

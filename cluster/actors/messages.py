@@ -13,11 +13,10 @@ LossKind = Literal["died", "frozen", "failed", "out_of_step"]
 
 @dataclass(frozen=True, slots=True)
 class StepItem:
-    """One item of a shard's stream: one per step with the outputs of the rank's requests, and one before each step that
-    admits requests.
+    """One item of a shard's stream: one per step with outputs, and one before each step that admits requests.
 
     `refused` holds (request id, message) of requests that the engine refused, in the step that they would have joined;
-    `begun` the ids of those that the step about to run admits.
+    `begun` holds the ids of the requests that the step about to run admits.
     """
 
     rank: int
@@ -29,11 +28,11 @@ class StepItem:
 
 @dataclass(frozen=True, slots=True)
 class Commands:
-    """What a replica sends one shard in one actor call: requests to submit and ids of requests to abort.
+    """What a replica sends to one shard in one actor call: requests to submit and ids of requests to abort.
 
-    `doubted` are the ids of those submits that were lost with a gang before they went on from their prompt: each may be
-    what killed it. The step that admits one waits until the replica knows that it begins; `heard` says of which it
-    does.
+    `doubted` are ids of submits that were lost with an earlier incarnation before they went on from their prompt: each
+    may be what killed it. The step that admits a doubted request first reports that it begins, and waits until the
+    replica confirms the report; `heard` are the confirmed ids.
     """
 
     submits: tuple[Request, ...] = ()
@@ -44,10 +43,10 @@ class Commands:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why the loop of rank `by` ended without being asked to.
+    """Why the loop of rank `by` ended without being stopped.
 
     `kind` "lost": a peer is gone; "out_of_step": the ranks disagree; "failed": a step of this rank raised. `rank` is
-    the rank at fault as far as `by` knows, `step` and `phase` are where it was noticed.
+    the rank at fault, None if `by` does not know it; `step` and `phase` are where it was noticed.
     """
 
     by: int
@@ -62,10 +61,10 @@ class Failure:
 class Heartbeat:
     """The progress of one rank, by its own clock.
 
-    `steps` were taken; `step` and `phase` are where the rank is now; `busy`: it has work. `age_s` is the time since its
-    last progress, `unmarked_s` the time since it last reached another step, phase, collective or part of a layer: using
-    CPU time counts as progress for the first only. `waits`: it is in a collective, where it may wait for peers.
-    `status` is the engine's after its last step.
+    `steps` counts its steps; `step` and `phase` are where the rank is now; `busy`: it has work. `age_s` is the time
+    since its last progress, CPU time included. `unmarked_s` is the time since it last reached another step, phase,
+    collective or part of a layer, CPU time not included. `waits`: it is in a collective, where it may wait for peers,
+    or waits for its device. `status` is the engine's status after its last step.
     """
 
     rank: int
@@ -81,7 +80,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """Which rank is at fault, how, and where it was."""
+    """Which rank is at fault, in what way, and in which step and phase."""
 
     rank: int
     kind: LossKind
@@ -95,11 +94,11 @@ class Blame:
 
 @dataclass(frozen=True, slots=True)
 class Loss(Blame):
-    """The end of one life of a gang, and which rank is to blame.
+    """The end of one incarnation of a gang, and the rank at fault.
 
-    `epoch` is the life that ended, `at` the Unix time when that was noticed. In seconds: `noticed_s` from the rank's
-    last sign of life (a heartbeat, or any rank's step item) until then; `restored_s` from then until the gang served
-    again, after `attempts` starts (None while it does not).
+    `epoch` is the number of the incarnation, `at` the Unix time when its end was noticed. `noticed_s` are the seconds
+    from the last sign of the rank (its heartbeat, or any rank's step item) until `at`; `restored_s` those from `at`
+    until the gang served again, after `attempts` starts (None while it does not serve).
     """
 
     epoch: int
@@ -111,10 +110,10 @@ class Loss(Blame):
 
 @dataclass(frozen=True, slots=True)
 class GangHistory:
-    """The lives of a gang: how long its first start took, how long a restart may take, and why lives ended.
+    """The incarnations of a gang: how long the first start took, how long a restart may take, and why they ended.
 
-    `epoch` counts the lives before this one, `restarts` are the latest losses. `decided` holds what was settled before
-    the start and how, by name; `gang` is the gang's own name, which tells it from those of other replicas.
+    `epoch` counts the earlier incarnations, `restarts` are the latest losses. `decided` holds facts that were decided
+    before the start, by name; `gang` is the gang's name, which is different for each replica.
     """
 
     decided: Mapping[str, str] = field(default_factory=dict)
@@ -129,9 +128,9 @@ class GangHistory:
 class GangStatus:
     """The health and load of a gang, as its replica sees it.
 
-    `healthy` is False as soon as a rank is dead, failed, or gives no sign of progress for `watchdog_timeout_s`, and
-    until the gang serves again; `reason` then names rank, step and phase. `ranks` says what each runs with, `beats` how
-    far it is; both are empty before the first start, and while a rank has no heart beat yet it is not in `beats`.
+    `healthy` is False as soon as a rank is dead, failed, or makes no progress for `watchdog_timeout_s`, and until the
+    gang serves again; `reason` then names rank, step and phase. `ranks` says what each rank runs with, empty before the
+    first start. `beats` are the last heartbeats of ranks that have sent one; empty while the gang does not serve.
     """
 
     healthy: bool
@@ -144,9 +143,9 @@ class GangStatus:
 
 
 class Overloaded(Exception):  # noqa: N818 - it is a state of the gang, not a mistake
-    """Admission refused: the queue is full or the wait too long. Answered as 503 with Retry-After at once.
+    """Admission refused: the queue is full or the wait too long. The client gets 503 with Retry-After at once.
 
-    `retry_after_s` is the estimated wait of a request that would join the queue now.
+    `retry_after_s` is the expected wait of a request that would join the queue now.
     """
 
     def __init__(self, message: str = "", retry_after_s: float = 1.0) -> None:
@@ -159,7 +158,7 @@ class Overloaded(Exception):  # noqa: N818 - it is a state of the gang, not a mi
 
 
 class Unavailable(Exception):  # noqa: N818 - it is a state of the gang, not a mistake
-    """The gang is lost or shutting down. Answered as 503; trying again after `retry_after_s` may help."""
+    """The gang is lost or shutting down. The client gets 503; a retry after `retry_after_s` may succeed."""
 
     def __init__(self, reason: str, retry_after_s: float = 5.0) -> None:
         super().__init__(reason, retry_after_s)  # both, so that it can be unpickled
@@ -170,7 +169,7 @@ class Unavailable(Exception):  # noqa: N818 - it is a state of the gang, not a m
 
 
 class LoadError(RuntimeError):
-    """A shard could not load. `kind` is "failed" for an error of its own, else what was wrong with its peers."""
+    """A shard could not load. `kind` is "failed" for an error of its own, else it says what was wrong with a peer."""
 
     def __init__(self, message: str, kind: FailureKind) -> None:
         super().__init__(message, kind)  # both, so that it can be unpickled
@@ -181,13 +180,13 @@ class LoadError(RuntimeError):
 
 
 class EngineClient(Protocol):
-    """What the REST layer needs from a gang."""
+    """The interface of a gang for the REST layer."""
 
     def generate(self, request: Request) -> AsyncIterator[SequenceOutput]:
         """Stream one output per step that gave the request tokens; closing the iterator aborts the request.
 
-        A last output with finish_reason "abort" says that the gang ended before the request did, "error" that the
-        request itself cannot go on.
+        A last output with finish_reason "abort" means that the gang ended before the request did; "error" means that
+        the request itself cannot go on.
 
         Raises:
             Overloaded: before the first output, when the queue is full.
@@ -197,13 +196,13 @@ class EngineClient(Protocol):
         ...
 
     def full(self) -> Overloaded | None:
-        """Why even a short request would be refused now; None when it would not. Costs next to nothing."""
+        """Return why even a short request would be refused now; None if it would be admitted. Cheap to call."""
         ...
 
     async def status(self) -> GangStatus:
-        """The gang's health and load now; never waits longer than a second."""
+        """Return the gang's health and load now; wait for at most a second."""
         ...
 
     async def metrics(self) -> list[bytes]:
-        """One serialised registry sample per rank (see `cluster.observability.metrics`), for the sum over ranks."""
+        """Return serialised registry samples (`cluster.observability.metrics`) of all ranks and the other replicas."""
         ...

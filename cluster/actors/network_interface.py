@@ -1,4 +1,4 @@
-"""Which network interface the ranks of a gang talk over: the one that carries the node's address in Ray."""
+"""The network interface for traffic between ranks: the one that has the node's address in Ray."""
 
 import os
 
@@ -10,13 +10,13 @@ VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def node_address() -> str:
-    """This node's IP address, as Ray knows it: 127.0.0.1 on a Ray that is reached by loopback only."""
+    """Return this node's IP address in Ray; 127.0.0.1 if Ray listens on loopback only."""
     address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
     return address
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface that carries an IP address of this machine; None when none does."""
+    """Return the name of the interface that has this IP address; None if none has."""
     for name, carried in psutil.net_if_addrs().items():
         if any(entry.address.partition("%")[0] == address for entry in carried):
             return str(name)
@@ -24,10 +24,11 @@ def interface_of(address: str) -> str | None:
 
 
 def choose_interface(address: str) -> str | None:
-    """Make gloo and NCCL of this process use the interface of `address`, and return it; what the user set is kept.
+    """Make gloo and NCCL in this process use the interface of `address`, and return its name. Variables that the user
+    has set are kept.
 
-    By default gloo uses the address that the host's name resolves to and NCCL the first interface that is not loopback:
-    on a host with several networks these need not be the one that the other hosts can reach.
+    By default gloo uses the address that the host's name resolves to, and NCCL the first interface that is not
+    loopback. On a host with several networks the other hosts may not reach these.
     """
     name = interface_of(address)
     if name is not None:

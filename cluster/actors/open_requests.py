@@ -1,4 +1,4 @@
-"""The open requests of each rank as the router knows them, and what ranks report of their queues."""
+"""The router's record of the open requests of each rank, and the ranks' reports of their queues."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -7,9 +7,8 @@ from cluster.actors.prefill_speed import Drift, RankWork
 
 
 class QueueReport(NamedTuple):
-    """What a rank last said of itself: when (by the clock of the admission), how many prompt tokens of its waiting and
-    running requests it had not computed, how many requests were submitted to it until then, and how far its steps are
-    off the measured times.
+    """The last report of a rank: its time (by the admission's clock), the prompt tokens of waiting and running requests
+    not computed yet, the number of requests submitted so far, and how far step times are off the measured ones.
     """
 
     at: float
@@ -20,9 +19,9 @@ class QueueReport(NamedTuple):
 
 @dataclass(slots=True)
 class OpenRequest:
-    """One open request of `rank`. Of the `prompt` tokens `left` are still to compute, and `shared` are read by others
-    too; `tokens` are expected in all, `most` new ones are allowed, of which it was `dealt` some. `entered` is when it
-    came to its rank, and `number` tells which of the requests submitted to it this is, from 1 on.
+    """One open request of `rank`. Of its `prompt` tokens, `left` are still to compute and `shared` are also read by
+    other requests. `tokens` are expected in all; of new tokens, `most` are allowed and it has `dealt`. `entered` is
+    when it came to its rank, `number` its place among the requests submitted to the rank, from 1 on; 0 before that.
     """
 
     rank: int
@@ -37,21 +36,21 @@ class OpenRequest:
 
     @property
     def length(self) -> int:
-        """All its tokens so far."""
+        """The number of its tokens so far, prompt included."""
         return self.prompt + self.dealt
 
     @property
     def kv(self) -> int:
-        """The tokens whose KV it does not share."""
+        """The number of its tokens whose KV is not shared with other requests."""
         return self.length - self.shared
 
 
 @dataclass(slots=True)
 class RankBooks:
-    """The open requests of one rank: `queue` those whose prompts are not computed, in order, and `running` the others.
-    `sent` were submitted to the rank since it started.
+    """The open requests of one rank: `queue` holds those whose prompt is not computed, in order, `running` the others.
+    `sent` requests were submitted to the rank since it started.
 
-    The first of the queue had its `left` prompt tokens at the time `since`, and the latest report came at `reported`,
+    `since` is the time at which `left` of the first queued request was right. The latest report came at `reported`,
     with this `drift`.
     """
 
@@ -63,25 +62,27 @@ class RankBooks:
     drift: Drift = field(default_factory=Drift)
 
     def enqueue(self, name: str, one: OpenRequest) -> None:
-        """A request came, and waits behind the others."""
+        """Add a request at the end of the queue."""
         if not self.queue:
             self.since = one.entered
         self.queue[name] = one
 
     def dequeue(self, name: str, now: float) -> OpenRequest | None:
-        """Take a request out of the queue, if it is there."""
+        """Take a request out of the queue and return it; None if it is not there."""
         if next(iter(self.queue), None) == name:
             self.since = now
         return self.queue.pop(name, None)
 
     def read(self, report: QueueReport) -> None:
-        """Note what the rank said."""
+        """Update the queue by a report of the rank."""
         if report.at <= self.reported:
             return
         self.reported, self.drift = report.at, report.drift
+        # The report gives one sum over the requests that the rank knows. It computes prompts in order, so subtract the
+        # computed tokens from the requests at the front.
         known = [one for one in self.queue.values() if 0 < one.number <= report.submitted]
         computed = sum(one.length for one in known) - report.queued_tokens
-        for one in known:  # in the order in which they are computed
+        for one in known:
             if computed <= 0:
                 break
             if one.length - computed < one.left:
@@ -90,8 +91,8 @@ class RankBooks:
             computed -= one.length
 
     def work(self, chunk: int) -> RankWork:
-        """What the rank does now, where a step has at most `chunk` prompt rows."""
-        rows, before = 0, 0  # of the next chunk; the tokens before them, summed over the rows
+        """Return the present work of the rank; a step has at most `chunk` prompt rows."""
+        rows, before = 0, 0  # rows of the next chunk; the number of tokens before each row, summed over the rows
         for one in self.queue.values():
             count = min(one.left, chunk - rows)
             rows, before = rows + count, before + count * (one.length - one.left)

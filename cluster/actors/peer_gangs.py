@@ -1,7 +1,7 @@
-"""The other gangs of the same deployment, found by actor name, so that one replica can report the metrics of all.
+"""Finds the other gangs of the same deployment by actor name, so that one replica can report the metrics of all.
 
-A shard is a named actor `<deployment>/<gang>#<rank>.<life>` in Aerie's namespace. Rank 0 also holds the latest registry
-sample of its replica, because replicas cannot call each other.
+A shard is a named actor `<deployment>/<gang>#<rank>.<incarnation>` in Aerie's namespace. Rank 0 also keeps the latest
+registry sample of its replica, because replicas cannot call each other.
 """
 
 import asyncio
@@ -18,15 +18,14 @@ ANSWER_TIMEOUT_S = 0.8
 
 
 def gang_name(deployment: str, gang: str) -> str:
-    """The name of a gang, under which its shards and its placement group are found."""
+    """Return the full name of a gang: the name of its placement group, and the beginning of its shards' names."""
     return f"{deployment}/{gang}"
 
 
 async def deployment_samples(gang: Gang) -> list[bytes]:
-    """Registry samples of all ranks of all gangs of the deployment, and those that the other replicas left there.
+    """Return the registry samples of all ranks of the deployment's gangs, and those that the other replicas left there.
 
-    This replica's own sample is not among them: the caller has a newer one. A shard that does not answer in time is
-    left out.
+    This replica's own sample is left out, as the caller has a newer one; so are shards that do not answer in time.
     """
     others = await asyncio.to_thread(_other_shards, gang.spec.name)
     own = [_samples(shard, gang.spec.name, own=True) for shard in gang.shards]
@@ -35,8 +34,8 @@ async def deployment_samples(gang: Gang) -> list[bytes]:
 
 
 async def publish(gang: Gang, sample: bytes) -> None:
-    """Leave the replica's own sample at its gang's rank 0, for the other replicas to read; while the gang restarts,
-    the next life's rank 0 gets it.
+    """Leave the replica's own sample on rank 0 of its gang, for the other replicas to read. While the gang restarts,
+    rank 0 of the next incarnation gets it.
     """
     gang.keep(sample)
     if not gang.shards:
@@ -48,12 +47,12 @@ async def publish(gang: Gang, sample: bytes) -> None:
 
 
 def replica_of(gang: str) -> str:
-    """The id of the Serve replica that a gang belongs to, by the gang's name; see `gang_name`."""
+    """Return the id of the Serve replica that owns a gang, from the gang's name; see `gang_name`."""
     return gang.rpartition("/")[2]
 
 
 def _other_shards(own: str) -> list[tuple[str, Any]]:
-    """The shards of the same deployment's other gangs, with the gangs' names; those that end meanwhile are skipped."""
+    """Return (gang name, shard) for the deployment's other gangs; shards that end meanwhile are skipped."""
     deployment, _, _ = own.rpartition("/")
     shards = []
     for entry in list_named_actors(all_namespaces=True):
@@ -67,6 +66,8 @@ def _other_shards(own: str) -> list[tuple[str, Any]]:
 
 
 async def _samples(shard: Any, gang: str, *, own: bool) -> list[bytes]:
+    """Return a shard's samples, labelled with its replica; without its replica's sample if the gang is our `own`."""
+
     async def answer() -> list[bytes]:
         samples: list[bytes] = await shard.metrics.remote()
         return samples

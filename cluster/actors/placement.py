@@ -1,4 +1,6 @@
-"""Where the ranks of a gang run: one bundle per rank in one placement group, attention groups on one node each."""
+"""Placement of a gang: a placement group with one bundle per rank, with each attention group on one node if possible.
+The choice of the device and of the bundles is here too.
+"""
 
 import asyncio
 import logging
@@ -16,17 +18,17 @@ from cluster.actors.cluster_capacity import ACCELERATOR, Layout, Strategy, never
 logger = logging.getLogger(__name__)
 
 Device = Literal["auto", "cpu", "cuda"]
-ACCELERATOR_SHARE = 0.001  # Ray's convention: a sliver of `accelerator_type:X` pins a bundle to nodes that have it
-LOOK_S = 1.0  # between two looks at why a gang has no room yet
+ACCELERATOR_SHARE = 0.001  # Ray's convention: asking for a little of `accelerator_type:X` pins a bundle to such nodes
+LOOK_S = 1.0  # seconds between two checks of why a gang has no resources yet
 
 
 class PlacementError(RuntimeError):
-    """The cluster has no room for the gang; the message says what is missing, and which setting to change."""
+    """The cluster cannot hold the gang now; the message says what is missing, and which setting to change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A placement group that is ready. `order[rank]` is the bundle of a rank, `nodes[rank]` the node it is on."""
+    """A placement group that is ready. `order[rank]` is the bundle of a rank, `nodes[rank]` the node of that bundle."""
 
     group: PlacementGroup
     order: tuple[int, ...]
@@ -34,7 +36,7 @@ class Placement:
     layout: Layout
 
     def options(self, rank: int) -> dict[str, Any]:
-        """Actor options that put a rank on its bundle and give it the bundle's resources."""
+        """Return the actor options that put a rank on its bundle, with the bundle's resources."""
         bundle = dict(self.layout.bundles[self.order[rank]])
         strategy = PlacementGroupSchedulingStrategy(
             placement_group=self.group, placement_group_bundle_index=self.order[rank]
@@ -48,10 +50,11 @@ class Placement:
         }
 
     async def renew(self, timeout_s: float) -> "Placement":
-        """The same group as it is now: Ray moves the bundles of a dead node to other nodes.
+        """Wait until the placement group is ready again, and return a placement with its present nodes. Ray moves the
+        bundles of a dead node to other nodes.
 
         Raises:
-            PlacementError: no room for them was found within `timeout_s`.
+            PlacementError: Ray found no nodes for the bundles within `timeout_s`.
         """
         if not await asyncio.to_thread(self.group.wait, timeout_s):
             lack = await asyncio.to_thread(_lack, self.layout, "")
@@ -59,16 +62,16 @@ class Placement:
         return _placed(self.group, self.layout)
 
     def remove(self) -> None:
-        """Give the bundles back; Ray ends what still runs on them."""
+        """Release the bundles; Ray ends the actors that still run on these bundles."""
         remove_placement_group(self.group)
 
 
 async def reserve(layout: Layout, name: str) -> Placement:
-    """Create the placement group and wait until every bundle has its resources, for as long as `layout` says; the log
-    says what it waits for.
+    """Create the placement group `name` and wait until every bundle has its resources. `layout` says how long; while
+    this waits, the log says what is missing.
 
     Raises:
-        PlacementError: they are not free by then.
+        PlacementError: the resources were not free in time.
     """
     group = placement_group([dict(bundle) for bundle in layout.bundles], strategy=layout.strategy, name=name)
     began, said = time.monotonic(), ""
@@ -95,11 +98,13 @@ def _placed(group: PlacementGroup, layout: Layout) -> Placement:
 
 
 def rank_order(node_of: Mapping[int, str], own_node: str, group: int = 1) -> tuple[int, ...]:
-    """Bundle indices by rank, of which each `group` ranks are an attention group: as many groups as can be are on one
-    node each, what nodes have left makes up the others. The caller's node comes first, then the fullest nodes, then
-    those with the first bundles.
+    """Return the bundle of each rank, given the node of each bundle (`node_of`). `own_node` is the caller's node,
+    `group` the size of an attention group.
 
-    Ray numbers bundles in the order they were asked for, which says nothing about nodes.
+    Each node's bundles are cut into attention groups of `group` bundles. The bundles left over on all nodes then form
+    groups that span nodes. Nodes are sorted: the caller's node first, then nodes with more bundles, then by lowest
+    bundle index. Groups with a bundle on the caller's node come first. The bundle indices themselves say nothing about
+    nodes: Ray numbers bundles in the order of the request.
     """
     held: dict[str, list[int]] = {}
     for bundle in sorted(node_of):
@@ -119,14 +124,14 @@ def rank_order(node_of: Mapping[int, str], own_node: str, group: int = 1) -> tup
 
 @dataclass(frozen=True, slots=True)
 class _Lack:
-    """Why a gang has no room now, and how long that is worth waiting for."""
+    """Why a gang cannot get its resources now, and for how long the gang may wait for them."""
 
     reason: str
     wait_s: float
 
 
 def _lack(layout: Layout, name: str) -> _Lack:
-    """What keeps the gang `name` from its bundles: the nodes that there are, or who holds what they have."""
+    """Return why the gang `name` has no bundles yet: the nodes are too few, or other gangs hold the resources."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
     if reason := never(layout, nodes):
         more = "; if nodes are still to join, placement_group_config.wait_s says how long to wait for them"
@@ -147,7 +152,9 @@ def _lack(layout: Layout, name: str) -> _Lack:
 
 
 def _holders(layout: Layout, name: str) -> dict[str, dict[str, float]]:
-    """The other placement groups that hold what the gang asks for, by name, and how much: GPUs where it wants some."""
+    """Return the resources that other placement groups hold, by group name. Counted are the resources that `layout`
+    needs; only GPUs are counted if it needs GPUs.
+    """
     wanted = ("GPU",) if "GPU" in layout.demand else tuple(layout.demand)
     holders: dict[str, dict[str, float]] = {}
     for group in placement_group_table().values():
@@ -160,7 +167,7 @@ def _holders(layout: Layout, name: str) -> dict[str, dict[str, float]]:
 
 
 def cluster_gpus() -> float:
-    """How many GPUs the connected cluster has now."""
+    """Return how many GPUs the connected cluster has now."""
     total: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
     return total.get("GPU", 0.0)
 
@@ -168,12 +175,14 @@ def cluster_gpus() -> float:
 def device_of(
     asked: Device, bundles: Sequence[Mapping[str, float]] | None, accelerator_type: str | None, gpus: float
 ) -> tuple[Literal["cpu", "cuda"], str]:
-    """What every rank runs on, and why; `bundles` are those of a placement_group_config, `gpus` the cluster's.
+    """Return the device of all ranks, and the reason. `asked` is the setting `device`, `bundles` are the bundles of
+    placement_group_config (None if not given), `gpus` is the number of GPUs in the cluster.
 
-    `auto` follows the bundles where they are given; else it is CUDA if an accelerator type is given or there are GPUs.
+    If bundles are given, `auto` is cuda only if every bundle reserves a GPU. If none are given, `auto` is cuda only if
+    an accelerator type is given or the cluster has GPUs.
 
     Raises:
-        ValueError: device is cuda, and not every given bundle reserves a GPU.
+        ValueError: `asked` is cuda, and a given bundle reserves no GPU.
     """
     with_gpu = bundles is not None and all(bundle.get("GPU", 0.0) > 0 for bundle in bundles)
     if asked == "cuda":
@@ -194,10 +203,10 @@ def device_of(
 
 
 def check_shares(bundles: Sequence[Mapping[str, float]]) -> None:
-    """Check how much of a GPU each rank on CUDA gets, of one bundle per rank.
+    """Check how much of a GPU each rank on CUDA gets; `bundles` holds one bundle per rank.
 
     Raises:
-        ValueError: a rank would leave GPUs idle, or ranks of one gang would share one.
+        ValueError: a rank would get more than one GPU, or a gang of several ranks would share GPUs.
     """
     for bundle in bundles:
         share = bundle.get("GPU", 0.0)
@@ -214,7 +223,7 @@ def check_shares(bundles: Sequence[Mapping[str, float]]) -> None:
 
 
 def default_bundle(device: Device, accelerator_type: str | None) -> dict[str, float]:
-    """The bundle of one rank when placement_group_config names none."""
+    """Return the bundle that a rank gets if placement_group_config has no bundles."""
     if device == "cuda" or accelerator_type is not None:
         return {"CPU": 1.0, "GPU": 1.0}
     return {"CPU": 1.0}
@@ -229,10 +238,11 @@ def layout_of(
     device: Device = "auto",
     accelerator_type: str | None = None,
 ) -> Layout:
-    """The layout that a placement_group_config asks for; `device` is what `device_of` decided.
+    """Return the layout of `world` ranks by a placement_group_config: `bundles` has one bundle per rank; otherwise
+    every rank gets `bundle_per_worker`, or `default_bundle`. `device` is the result of `device_of`.
 
     Raises:
-        ValueError: the number of bundles is not the number of ranks.
+        ValueError: the number of `bundles` is not `world`.
     """
     if bundles is not None and len(bundles) != world:
         raise ValueError(

@@ -1,8 +1,9 @@
-"""How fast a rank computes prompts: the rules of `engine/scheduler.py` with the times of steps that were measured.
+"""How fast a rank computes prompts, by the rules of `engine/scheduler.py` and the measured step times.
 
-While no request of any rank decodes, a step holds as many prompt rows as `chunked_prefill_size` allows. While some
-request decodes, it holds as many as `prefill_share` pays for. All ranks step together, so a step lasts as long as the
-slowest rank's. With `mixed_prefill_size` no steps are measured; then a row takes what rows of earlier prompts took.
+A prompt row is one prompt token to compute. While no request of any rank decodes ("alone"), a step holds at most
+`chunked_prefill_size` prompt rows. While some request decodes ("beside" decoding), the prefill budget of
+`prefill_share` limits the prompt rows of a step. All ranks step together, so each step lasts as long as on the slowest
+rank. With `mixed_prefill_size` no steps are measured; then the time per row is learnt from earlier prompts.
 """
 
 from collections.abc import Sequence
@@ -13,18 +14,18 @@ from cluster.config import EngineConfig
 from cluster.observability.step_times import StepTimes
 
 UNLIMITED = 1 << 30
-BUCKET = 256  # tokens: prompt rows that start in the same bucket are taken to cost the same
+BUCKET = 256  # tokens: prompt rows whose start lies in the same bucket count as equally expensive
 US = 1e-6
 
 
 def chunk_of(config: EngineConfig) -> int:
-    """The most prompt rows of a step."""
+    """Return the most prompt rows of a step."""
     return config.chunked_prefill_size if config.chunked_prefill_size > 0 else UNLIMITED
 
 
 class Drift(NamedTuple):
-    """How many times as long a rank's steps take by now as was measured at start: `decode` steps of decoding alone,
-    `alone` steps of prompt rows alone. Prompt rows beside decoding take `decode` times `prompt` as long.
+    """Ratios of the present to the measured step times of a rank. `decode` is the ratio for steps that only decode,
+    `alone` for steps with only prompt rows, and `decode * prompt` for prompt rows beside decoding.
     """
 
     decode: float = 1.0
@@ -33,14 +34,16 @@ class Drift(NamedTuple):
 
     @classmethod
     def of_gang(cls, ranks: Sequence["Drift"]) -> "Drift":
-        """The largest of the ranks' figures, as the slowest rank decides; 1.0 is that of a rank that knows nothing."""
+        """Return the largest of each ratio over the ranks, as the slowest rank decides. A ratio of 1.0 is skipped: that
+        rank has learnt nothing yet.
+        """
         columns = zip(*ranks, strict=True)
         return cls(*(max((value for value in column if value != 1.0), default=1.0) for column in columns))
 
 
 class RankWork(NamedTuple):
-    """What one rank does now. `committed`: the tokens of each request that decodes. `rows` prompt rows are left to
-    compute, of which those of the next step follow `start` tokens of their prompts, on average.
+    """The present work of one rank. `committed` holds the number of tokens of each decoding request. `rows` prompt rows
+    are left to compute. `start` is the average number of tokens before each prompt row of the next step.
     """
 
     committed: Sequence[int]
@@ -49,8 +52,9 @@ class RankWork(NamedTuple):
 
 
 class PromptSeconds(NamedTuple):
-    """How long a rank takes for a prompt: while some request of the gang decodes (`beside`), and while none does
-    (`alone`). When requests begin to decode, `late` seconds are lost: a rank learns a step late what others decode.
+    """Predicted seconds to compute one whole prompt: `beside` if some request of the gang decodes all the time, `alone`
+    if no request decodes. Each time decoding begins while the prompt is computed, `late` seconds are added once,
+    because a rank learns one step late that other ranks decode.
     """
 
     beside: float
@@ -60,23 +64,25 @@ class PromptSeconds(NamedTuple):
 
 @dataclass(slots=True)
 class PrefillSpeed:
-    """The prompt rows of one rank, in seconds: by `pace` or, where that was not measured, `row_s` for each."""
+    """The time that one rank needs for prompt rows. `pace` holds the measured step times; if it is None, every row
+    takes `row_s` seconds.
+    """
 
     pace: StepTimes | None
     row_s: float
     chunk: int  # the most prompt rows of a step
-    committed: Sequence[int]  # of the requests that decode on this rank; one request where no rank has any
-    busiest_us: float  # the decoding of the busiest other rank
-    others: Sequence[RankWork]  # the other ranks that compute prompts
+    committed: Sequence[int]  # tokens of each decoding request of this rank; (1,) if no request of the gang decodes
+    busiest_us: float  # longest decoding time per step among the other ranks
+    others: Sequence[RankWork]  # other ranks that compute prompts
     drift: Drift = field(default_factory=Drift)
-    _alone: dict[tuple[int, int], float] = field(default_factory=dict)  # seconds of a row, by bucket and chunk
-    _beside: dict[int, tuple[float, float]] = field(default_factory=dict)  # of a step and its rows, by bucket
+    _alone: dict[tuple[int, int], float] = field(default_factory=dict)  # seconds per row, by bucket and chunk
+    _beside: dict[int, tuple[float, float]] = field(default_factory=dict)  # (seconds, prompt rows) of a step, by bucket
 
     @classmethod
     def of_ranks(
         cls, config: EngineConfig, pace: StepTimes | None, row_s: float, works: Sequence[RankWork], drift: Drift
     ) -> "list[PrefillSpeed]":
-        """The speed of each rank, where each does what `works` says."""
+        """Return the speed of each rank, given the present work of all ranks."""
         chunk, decodes = chunk_of(config), any(work.committed for work in works)
         decode_us = [0.0 if pace is None else pace.decoding(work.committed) for work in works]
         first, second = ([*sorted(decode_us, reverse=True), 0.0])[:2]
@@ -94,10 +100,13 @@ class PrefillSpeed:
         ]
 
     def seconds(self, start: int, rows: int, queued: int) -> PromptSeconds:
-        """How long the rank takes for the `rows` of a prompt that follow `start` tokens, of `queued` rows in all."""
+        """Return the time of a prompt with `rows` rows left after `start` computed tokens. `queued` is the number of
+        prompt rows that the rank has to compute in total.
+        """
         if self.pace is None:
             return PromptSeconds(rows * self.row_s, rows * self.row_s, 0.0)
         chunk = max(1, min(self.chunk, queued))
+        # A chunk costs more the later it starts; take the cost of the chunk in the middle for all chunks.
         middle = start + max(0, rows - chunk) // 2
         alone = self._row_alone(middle, chunk)
         late = chunk * alone if self.others else 0.0
@@ -105,21 +114,24 @@ class PrefillSpeed:
         return PromptSeconds(rows * step_s / held, rows * alone, late)
 
     def passing(self, start: int) -> tuple[float, float]:
-        """While some request decodes: the seconds of a step, and the mean number of rows of later prompts that it holds
-        beside those of a prompt of which `start` tokens are computed.
+        """Return (seconds of a step beside decoding, mean number of rows of later prompts in the step). These rows fit
+        in addition to the rows of the first queued prompt, of which `start` tokens are computed.
         """
         pace = self.pace
         if pace is None:
             return 0.0, 0.0
         step_s, rows = self._step_beside(start)
         beside, count = len(self.committed) * pace.tree, max(1, int(rows))
+        # The cost of one more row of the first prompt, and of the first row of a new one.
         dear = pace.cost(beside, start, count + 1) - pace.cost(beside, start, count)
         cheap = pace.cost(beside + count, 0, 1)
         # The budget that stays unused in a step is on average half of the cost of one more row.
         return step_s, max(0.0, (dear / cheap - 1) / 2) if cheap else 0.0
 
     def step_s(self, start: int, rows: int, decodes: bool) -> float:
-        """How long a step takes that holds `rows` prompt rows after `start` tokens, or as many of them as fit."""
+        """Return the seconds of a step that computes `rows` prompt rows after `start` tokens, or fewer if not all fit.
+        `decodes`: some request of the gang decodes.
+        """
         if self.pace is None:
             return 0.0
         if decodes:
@@ -127,7 +139,7 @@ class PrefillSpeed:
         return self._alone_us(start, min(rows, self.chunk)) * US
 
     def _step_beside(self, start: int) -> tuple[float, float]:
-        """A step beside decoding requests: its seconds, and how many prompt rows of this rank it holds."""
+        """Return (seconds, prompt rows of this rank) of a step beside decoding."""
         bucket = start // BUCKET
         if bucket not in self._beside:
             step_us, rows = self._beside_us(start)
@@ -135,14 +147,14 @@ class PrefillSpeed:
         return self._beside[bucket]
 
     def _row_alone(self, start: int, chunk: int) -> float:
-        """Seconds for each prompt row in steps of `chunk` rows while no request decodes."""
+        """Return the seconds per prompt row in steps of `chunk` rows while no request decodes."""
         key = (start // BUCKET, chunk)
         if key not in self._alone:
             self._alone[key] = self._alone_us(start, chunk) * US / chunk
         return self._alone[key]
 
     def _beside_us(self, start: int) -> tuple[float, float]:
-        """As `_step_beside`, in microseconds."""
+        """Compute `_step_beside`, with the time in microseconds."""
         pace, others = self.pace, len(self.others)
         if pace is None:
             return 0.0, 1.0
@@ -150,12 +162,12 @@ class PrefillSpeed:
         allowance = prefill_budget.allowance / self.drift.prompt
         rows: float = pace.rows(beside, start, self.chunk, allowance, others)
         least = pace.least(beside, start, self.chunk, others)
-        if rows < least:  # it is overdrawn in one step, and paid for in later ones
+        if rows < least:  # the scheduler takes `least` rows, more than the budget; later steps get a smaller budget
             rows = least * allowance / pace.cost(beside, start, least, others)
         return self.drift.decode * (prefill_budget.busy + prefill_budget.allowance), max(rows, 1e-3)
 
     def _alone_us(self, start: int, rows: int) -> float:
-        """A step without decoding requests, in microseconds; another rank's prompt may make it longer."""
+        """Return the microseconds of a step without decoding; longer prompts on other ranks make the step longer."""
         pace = self.pace
         if pace is None:
             return 0.0

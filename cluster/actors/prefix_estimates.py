@@ -1,8 +1,8 @@
-"""Which prefixes a rank holds, as its router estimates: pages by a hash of all tokens up to their end.
+"""The router's estimate of the prefixes that a rank has cached: pages, by a hash of all tokens up to their end.
 
-A page is keyed by its own tokens and the token after it, like a page of `cluster.kv.radix`. The index is an estimate: a
-rank evicts without telling, so the index has the rank's capacity, and is corrected by what a request found cached. A
-wrong estimate (or two chains with the same hash) costs a rank some prompt rows; it never changes a token.
+A page is keyed by its own tokens and the token after it, like a page of `cluster.kv.radix`. A rank does not report
+evictions. So the index has the rank's capacity, and is corrected by the cached tokens that requests report. A wrong
+estimate (or two prefixes with the same hash) costs a rank some prompt rows; it never changes a token.
 """
 
 from collections import OrderedDict
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 
 def chain_of(tokens: Sequence[int], page_size: int, salt: int = 0) -> tuple[int, ...]:
-    """One hash per reusable page of `tokens`, over `salt` and the prefix it ends; a token follows the last page."""
+    """Return one hash per page of `tokens` that a token follows, over `salt` and all tokens up to that token."""
     ids, link = tuple(tokens), salt
     chain = []
     for start in range(0, len(ids) - page_size, page_size):
@@ -20,7 +20,7 @@ def chain_of(tokens: Sequence[int], page_size: int, salt: int = 0) -> tuple[int,
 
 
 class PrefixIndex:
-    """The pages of one rank, least recently used first; at most `capacity` of them."""
+    """The pages that one rank is likely to have cached, least recently used first; at most `capacity` of them."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -33,26 +33,26 @@ class PrefixIndex:
         return page in self._pages
 
     def held(self, chain: Sequence[int]) -> int:
-        """How many pages at the start of `chain` the rank holds without a gap."""
+        """Return how many pages at the start of `chain` the rank has, up to the first gap."""
         for count, link in enumerate(chain):
             if link not in self._pages:
                 return count
         return len(chain)
 
     def add(self, chain: Sequence[int]) -> None:
-        """The rank now holds `chain`, whose first pages are evicted last."""
-        for link in reversed(chain):
+        """Add the pages of `chain`."""
+        for link in reversed(chain):  # so that first pages, without which the others are useless, are evicted last
             self._pages[link] = None
             self._pages.move_to_end(link)
         while len(self._pages) > self.capacity:
             self._pages.popitem(last=False)
 
     def drop(self, chain: Sequence[int]) -> None:
-        """The rank no longer holds these pages."""
+        """Remove these pages."""
         for link in chain:
             self._pages.pop(link, None)
 
     def restarted(self, capacity: int) -> None:
-        """The rank's cache is empty and has so many pages; an index without capacity stays off."""
+        """Clear the index: the rank's cache is empty and has `capacity` pages. A disabled index stays disabled."""
         self._pages.clear()
         self.capacity = capacity if self.capacity else 0

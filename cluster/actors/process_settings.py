@@ -1,17 +1,17 @@
-"""How the interpreter of a process that serves streams treats them."""
+"""GIL switch interval and garbage collection of processes that serve streams."""
 
 import gc
 import sys
 
 SWITCH_INTERVAL_S = 5e-5
-"""How long a thread waits until another one has to release the interpreter's lock. A step lets go of it some 200 times,
-an event loop with every chunk that it sends; beside a thread that computes in Python each time costs so much.
+"""How long a thread waits before another thread must release the GIL. A step releases it some 200 times, an event loop
+with every chunk that it sends. Each time, a thread that computes in Python can delay them by this long.
 """
 
 
 def settle() -> None:
-    """Call this when all is loaded: threads take turns quickly from now on, and what lives as long as the process is
-    not looked through again by the collector of garbage, which takes a fifth of a second.
+    """Set the switch interval, and exclude all present objects from garbage collection. Call this when all is loaded: a
+    full collection of the loaded objects takes a fifth of a second.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.collect()

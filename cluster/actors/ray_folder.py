@@ -1,7 +1,7 @@
 """The temporary folder of a local Ray: accessible to its user only, and removed when its owner ends.
 
-Ray makes its folder accessible to everyone, so it is put inside a folder that only the user may enter. A process that
-is killed cannot remove its folder; the next one that starts does.
+Ray makes its folder accessible to everyone, so it is put inside a folder that only the user may enter. A killed process
+cannot remove its folder; the next process that starts does.
 """
 
 import fcntl
@@ -12,17 +12,17 @@ import tempfile
 from pathlib import Path
 
 PREFIX = "aerie-"
-INSIDE = "r"  # one letter, because the paths of Ray's sockets are limited
-OWNER = "owner"  # locked by the process that made the folder, for as long as it lives
+INSIDE = "r"  # one letter, because the length of the paths of Ray's sockets is limited
+OWNER = "owner"  # a file that the folder's process keeps locked as long as it lives
 SOCKET_LIMIT = 107  # characters that Linux allows in the path of a Unix socket
 SOCKET_TAIL = len("/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store") + 4
 
 
 class OwnedFolder:
-    """A new folder in the system's temporary folder; Ray gets the folder `inside` it."""
+    """A new folder in the system's temporary folder; Ray uses the subfolder `inside`."""
 
     def __init__(self) -> None:
-        """Raises RuntimeError where the system's temporary folder has too long a path for Ray's sockets."""
+        """Create and lock it. Raises RuntimeError if the temporary folder's path is too long for Ray's sockets."""
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX))  # 0700
         self.inside = self.path / INSIDE
         if len(str(self.inside)) + SOCKET_TAIL > SOCKET_LIMIT:
@@ -35,10 +35,10 @@ class OwnedFolder:
         unlocked = self.path / f"{OWNER}.new"
         self._lock: int | None = os.open(unlocked, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        unlocked.rename(self.path / OWNER)  # never seen unlocked under this name while its owner lives
+        unlocked.rename(self.path / OWNER)  # locked before it gets this name: `remove_orphans` never sees it unlocked
 
     def remove(self) -> None:
-        """Remove it with all that it holds. Safe to call twice."""
+        """Remove the folder with its contents. Safe to call twice."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
@@ -46,9 +46,9 @@ class OwnedFolder:
 
 
 def remove_orphans() -> list[Path]:
-    """Remove this user's folders whose owners are gone; returns those removed.
+    """Remove this user's folders whose owners are gone; return the removed ones.
 
-    A folder is an orphan only if this user alone has access to it and it has an owner file that nobody has locked.
+    A folder is an orphan only if this user alone has access to it and its owner file exists and is not locked.
     """
     removed = []
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):

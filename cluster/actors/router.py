@@ -1,9 +1,9 @@
-"""The client side of a gang: requests in, outputs back, on the event loop of its replica.
+"""The client side of a gang, on the event loop of its replica: sends requests to the leaders, distributes the outputs.
 
-One actor call carries all the submits and aborts that gathered while the call before was under way; one stream per
-leader brings step items back, whose outputs go to one queue per request. Admission is decided here, before a shard gets
-a request. While the gang restarts, streams and new requests wait here; then all are submitted, and those that already
-had tokens continue after them.
+One actor call per leader carries all submits and aborts that gathered during the previous call. One stream per leader
+brings step items back; their outputs go to one queue per request. Admission is decided here, before a shard gets a
+request. While the gang restarts, streams and new requests wait here. Then all are submitted, and streams that already
+had tokens continue after these.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from cluster.status import RankInfo
 
 logger = logging.getLogger(__name__)
 
-LAST_WORDS_S = 0.5  # how long to read what killed shards had already sent
+LAST_WORDS_S = 0.5  # how long to read items that killed shards had already sent
 
 
 Work = Callable[[Incarnation, int], Coroutine[Any, Any, None]]
@@ -41,7 +41,7 @@ Work = Callable[[Incarnation, int], Coroutine[Any, Any, None]]
 
 @dataclass(slots=True)
 class CommandQueue:
-    """What gathers for one leader until the next actor call; see `Commands`."""
+    """Commands that gather for one leader until the next actor call; see `Commands` for the fields."""
 
     submits: list[Request] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
@@ -50,7 +50,7 @@ class CommandQueue:
     filled: asyncio.Event = field(default_factory=asyncio.Event)
 
     def take(self) -> Commands:
-        """Take everything and leave the line empty."""
+        """Return everything that gathered, and empty the queue."""
         commands = Commands(tuple(self.submits), tuple(self.aborts), tuple(self.doubted), tuple(self.heard))
         for gathered in (self.submits, self.aborts, self.doubted, self.heard):
             gathered.clear()
@@ -59,10 +59,10 @@ class CommandQueue:
 
 
 class Router:
-    """Implements `EngineClient` for one gang, and `Owner`: it is told when the gang goes down and comes back."""
+    """Implements `EngineClient` for one gang, and `Owner`: the gang calls it when it goes down and comes back."""
 
     def __init__(self, gang: Gang, on_resumed: Callable[[], None] | None = None, replica_rank: int = 0) -> None:
-        """`on_resumed` is called for every stream that is submitted again to a new life of the gang.
+        """`on_resumed` is called for every stream that is submitted again to a new incarnation of the gang.
 
         Requests without a seed get one in the order in which they are admitted, from a generator seeded with
         `random_seed` and `replica_rank`, the replica's rank in its deployment: after a restart the same requests in the
@@ -76,7 +76,7 @@ class Router:
         self._samples = CoalescedCall(lambda: deployment_samples(gang))
         self._admission = Admission(config, report=self._report)
         self._seeds = Seeds(f"{config.random_seed}/{replica_rank}")
-        self._life: Incarnation | None = None  # the life that requests go to; None while they wait
+        self._life: Incarnation | None = None  # the incarnation that requests go to; None while they wait
         self._lines: dict[int, CommandQueue] = {}  # by leader
         self._recovery = Recovery()
         self._reading: list[asyncio.Task[None]] = []
@@ -91,10 +91,10 @@ class Router:
         return self._gang.lost
 
     def start(self) -> None:
-        """Begin to read the leaders' streams and to watch the gang; call on the replica's event loop.
+        """Begin to read the leaders' streams and to watch the gang; call this on the replica's event loop.
 
-        No actor call may be made from a request's own task: when its client leaves, Serve cancels everything that the
-        task has called, and a call that carries commands carries those of other requests too.
+        No actor call may be made from a request's own task: when the client leaves, Serve cancels all calls of that
+        task, and a call with commands also carries those of other requests.
         """
         self.on_up()
         self._watch = asyncio.create_task(self._gang.watch(self), name="gang-watch")
@@ -112,7 +112,7 @@ class Router:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def on_up(self) -> None:
-        """The gang serves, in its first life or a new one: submit the open streams to it, as `Recovery` says."""
+        """The gang serves, in its first or a later incarnation: submit the open streams that `Recovery` releases."""
         life = self._gang.life
         assert life is not None
         self._life = life
@@ -126,7 +126,7 @@ class Router:
             self._submit(stream)
 
     async def on_down(self, loss: Loss) -> None:
-        """The life is over: distribute what its shards had already sent; then the streams wait."""
+        """The incarnation is over: distribute the items that its shards had already sent; then the streams wait."""
         await asyncio.wait(self._reading, timeout=LAST_WORDS_S)
         self._life = None
         self._admission.stopped()
@@ -140,7 +140,7 @@ class Router:
         self._recovery.lost(open_streams, loss)
 
     def on_lost(self, reason: str) -> None:
-        """The gang will not come back: every stream ends with the reason."""
+        """The gang will not come back: end every stream with the reason."""
         self._end_all(reason)
 
     async def generate(self, request: Request) -> AsyncIterator[SequenceOutput]:
@@ -160,11 +160,11 @@ class Router:
             self._forget(stream)
 
     def full(self) -> Overloaded | None:
-        """Why even a short request would be refused now; see `EngineClient.full`."""
+        """Return why even a short request would be refused now; see `EngineClient.full`."""
         return None if self._down else self._admission.full()
 
     async def status(self) -> GangStatus:
-        """Health and load now; see `EngineClient.status`."""
+        """Return health and load now; see `EngineClient.status`."""
         if not self._down:
             await self._gang.pulse()
         reason = self._down or self._gang.trouble()
@@ -180,14 +180,14 @@ class Router:
         )
 
     async def metrics(self) -> list[bytes]:
-        """Registry samples of all ranks of the deployment and of the other replicas; see `EngineClient.metrics`."""
+        """Return registry samples of all ranks of the deployment and of the other replicas."""
         return await self._samples.get()
 
     def _admit(self, request: Request) -> OpenStream:
         if request.request_id in self._streams:
             raise ValueError(f"request id {request.request_id!r} is already being served")
         place = self._balancer.place(request, self._admission.new_tokens(request))  # raises for an unknown rank
-        if not request.resumed_tokens:  # one that another replica had taken has been admitted
+        if not request.resumed_tokens:  # a request with resumed tokens was admitted before, by another replica
             self._admission.check(request, place)
         stream = OpenStream(self._seeds.fill(request))
         self._choose(stream, stream.request, place)
@@ -202,7 +202,7 @@ class Router:
         stream.place(self._gang.spec.leaders[place.rank])
 
     def _report(self, dp_rank: int) -> QueueReport | None:
-        """What a rank last said of its queue and its steps."""
+        """Return a rank's last report of its queue and its steps; None before the first."""
         heard = None if self._life is None else self._life.heard(self._gang.spec.leaders[dp_rank])
         if heard is None:
             return None
@@ -211,10 +211,10 @@ class Router:
         return QueueReport(at, status.queued_tokens, status.submitted, drift)
 
     def _submit(self, stream: OpenStream) -> None:
-        """Submit a stream's request to the present life."""
+        """Submit a stream's request to the present incarnation."""
         again = stream.submissions > 0
         request = stream.submission()
-        if again:  # the caches are empty, and the load may have changed
+        if again:  # choose the rank anew: the caches are empty, and the load may have changed
             place = self._balancer.place(request, self._admission.new_tokens(request))
             self._choose(stream, request, place)
             self._admission.moved(stream.name, len(request.prompt_token_ids), place)
@@ -232,10 +232,10 @@ class Router:
     def _grammar_read(
         self, task: asyncio.Task[tuple[str, str]], stream: OpenStream, request: Request, epoch: int
     ) -> None:
-        """The grammar of a stream was read by the ranks that need it, which takes long beside a step's time."""
+        """Send a stream's request on, or refuse it: the ranks of its group have read its grammar."""
         self._grammars.discard(task)
         if stream.ended or task.cancelled() or self._life is None or self._life.epoch != epoch:
-            return  # the next life reads it anew
+            return  # the next incarnation reads the grammar again
         name, reason = task.result()
         if reason:
             self._refuse(stream, reason)
@@ -243,7 +243,7 @@ class Router:
             self._send_on(stream, named(request, name))
 
     def _refuse(self, stream: OpenStream, reason: str) -> None:
-        """The engine will not serve a stream: an error of the request, or the end of an answer that has begun."""
+        """Refuse a stream that the engine will not serve; if its answer has begun, end it with an error instead."""
         if stream.dealt:
             stream.end(f"the engine would not resume it: {reason}")
         else:
@@ -251,7 +251,7 @@ class Router:
         self._settle(stream)
 
     def _send_on(self, stream: OpenStream, request: Request) -> None:
-        """Have a stream's request submitted with the next call to its leader."""
+        """Submit a stream's request with the next call to its leader."""
         line = self._lines[stream.rank]
         line.submits.append(request)
         self._admission.sent(stream.name)
@@ -260,7 +260,7 @@ class Router:
         line.filled.set()
 
     def _forget(self, stream: OpenStream) -> None:
-        """The reader of a stream is gone; if the stream had not ended, tell the shard to abort it."""
+        """Forget a stream whose reader is gone; if the stream had not ended, abort its request."""
         if self._streams.pop(stream.name, None) is None:
             return
         self._balancer.ended(stream.name, stream.dealt)
@@ -274,13 +274,13 @@ class Router:
             self._settle(stream)
 
     def _settle(self, stream: OpenStream) -> None:
-        """A stream goes on in this life or is over: submit the streams that waited for that."""
+        """A stream went on in this incarnation or is over: submit the streams that `Recovery` held back for that."""
         if self._life is not None:
             for following in self._recovery.settled(stream.name):
                 self._submit(following)
 
     def _task(self, life: Incarnation, rank: int, name: str, work: Work) -> asyncio.Task[None]:
-        """A task that serves a rank's streams. If it fails, the life is over, because nothing else serves them."""
+        """Start a task that sends to a leader or reads from it. If the task fails, the incarnation is over."""
 
         async def watched() -> None:
             try:
@@ -308,10 +308,11 @@ class Router:
                 self._deal(life, item)
 
     def _deal(self, life: Incarnation, item: StepItem) -> None:
+        """Pass the parts of a step item to the streams that they belong to."""
         for request_id in item.begun:
             if stream := self._streams.get(request_id):
                 stream.begin()
-                if stream.unserved:
+                if stream.unserved:  # the step of a doubted request waits for this confirmation
                     line = self._lines[stream.rank]
                     line.heard.append(stream.name)
                     line.filled.set()
@@ -326,7 +327,8 @@ class Router:
     def _take(self, stream: OpenStream, output: SequenceOutput) -> None:
         first, before = not stream.answered, stream.fruitful
         if first:
-            scored = stream.request.params.prompt_logprobs is not None  # its prefixes were there, and not taken
+            # A request for prompt logprobs computes its whole prompt, so its cached tokens say nothing of the cache.
+            scored = stream.request.params.prompt_logprobs is not None
             self._balancer.started(stream.name, None if scored else output.cached_tokens)
         self._balancer.progressed(stream.name, len(output.token_ids), 0 if first else 1)
         self._admission.progressed(stream.name, len(output.token_ids))
@@ -344,7 +346,7 @@ class Router:
 
 
 def _pace_of(info: RankInfo) -> StepTimes | None:
-    """What the steps of a rank take, as far as it was measured."""
+    """Return the measured step times of a rank; None if they were not measured."""
     if info.step_costs is None:
         return None
     config = info.config

@@ -1,7 +1,7 @@
-"""The actor of one rank: target shard, draft runners and the step loop, behind a handful of calls.
+"""The actor of one rank, which holds the rank's models and its step loop.
 
 Importing this module is cheap on purpose: only the actor's own process loads torch and the engine. No call interrupts
-a step: commands wait in the loop's inbox, and one streaming generator carries the items of the steps.
+a step: commands wait in the loop's inbox, and one streaming generator returns the items of the steps.
 """
 
 import importlib
@@ -30,7 +30,7 @@ from cluster.status import RankInfo
 logger = logging.getLogger(__name__)
 
 FACTORY = "cluster.engine:build_rank"
-# For a factory's module that has no `open_store` and `Rendezvous` of its own; it loads torch.
+# Has `open_store` and `Rendezvous` for a factory's module that lacks them. A name, because importing it loads torch.
 MESH = "cluster.distributed.mesh"
 ACTOR_OPTIONS: dict[str, Any] = {
     "max_restarts": 0,
@@ -38,14 +38,14 @@ ACTOR_OPTIONS: dict[str, Any] = {
     "concurrency_groups": {"commands": 1, "outputs": 1, "control": 2, "heartbeat": 1, "end": 1, "grammars": 1},
 }
 LOAD_THREADS = "aerie-load"
-READING_NICENESS = 10  # of the thread that reads grammars, which may take it tenths of a second each
+READING_NICENESS = 10  # of the thread that reads grammars: one may take tenths of a second, and steps come first
 
 
 class ShardActor:
     """One rank of a gang. The constructor is light; `load` does the work, so that all ranks load in parallel.
 
-    The concurrency groups `commands`, `outputs`, `heartbeat`, `end` and `grammars` have a thread each: commands keep
-    their order, the others are long calls, and nothing that a client can flood or cancel delays a heartbeat.
+    The concurrency groups `commands`, `outputs`, `heartbeat`, `end` and `grammars` have one thread each. So commands
+    keep their order, long calls (`outputs`, `end`, `grammars`) block no others, and clients cannot delay a heartbeat.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ShardActor:
             configure(log, rank=rank)
         self._rank = rank
         self._world = world
-        self._neighbours = neighbours  # ranks on this node, this one included: they share its cores
+        self._neighbours = neighbours  # ranks of the gang on this node, this one included: they share its cores
         self._factory = factory
         self._epoch = epoch
         self._store: Any = None
@@ -73,7 +73,7 @@ class ShardActor:
 
     @ray.method(concurrency_group="control")
     def open_store(self) -> tuple[str, int]:
-        """On rank 0: open the store in which the ranks meet; returns its host and port."""
+        """On rank 0: open the store through which the ranks meet; return its host and port."""
         self._loading.begin()  # the store's module imports torch, which may take long
         host = node_address()
         self._store = self._beside_factory("open_store")(host)
@@ -81,23 +81,23 @@ class ShardActor:
 
     @ray.method(concurrency_group="control")
     def fetch(self, config: EngineConfig) -> None:
-        """Download what this node's cache lacks of the models that `config` names on a hub, for all ranks of the node.
+        """Download files of the hub's models in `config` that this node's cache lacks, for all ranks of the node.
 
         Raises:
-            ConfigError: the files cannot be had; the message says what was tried.
+            ConfigError: the files cannot be downloaded; the message says what was tried.
         """
         self._loading.begin()
         fetch(config)
 
     @ray.method(concurrency_group="control")
     def load(self, config: EngineConfig, meeting: tuple[str, int] | None = None) -> RankInfo:
-        """Load the models, meet the other ranks, start stepping, and say what this rank runs with.
+        """Load the models, meet the other ranks, and start stepping; return what this rank runs with.
 
         `meeting` is the host and port of rank 0's store; None for a single rank.
 
         Raises:
             ConfigError: the config or a checkpoint cannot be served; the message names the setting.
-            LoadError: anything else that went wrong.
+            LoadError: any other failure.
         """
         self._loading.begin()
         threads = config.num_threads or max(
@@ -126,38 +126,38 @@ class ShardActor:
 
     @ray.method(concurrency_group="commands")
     def put(self, commands: Commands) -> None:
-        """Pass submits and aborts to the loop, in the order of the calls."""
+        """Pass submits and aborts to the loop, in the order of the calls, with grammars in place of their names."""
         self._running.put(self._grammars.whole(commands))
 
     @ray.method(concurrency_group="grammars")
     def read_grammar(self, name: str, grammar: str) -> str:
-        """Read a compiled grammar beside the steps, before a request that has its `name` is submitted to the leader of
-        this rank's group; returns why it is of no use here, empty if it is.
+        """Read a compiled grammar while steps go on. Then a request with the grammar's `name` may be submitted to the
+        leader of this rank's group. Return why the grammar cannot be used; empty if it can.
         """
-        os.setpriority(os.PRIO_PROCESS, 0, READING_NICENESS)  # of this thread, which does nothing else
+        os.setpriority(os.PRIO_PROCESS, 0, READING_NICENESS)  # on Linux: of this thread only, which does nothing else
         self._grammars.keep(name, grammar)
         try:
             self._running.engine.read_grammar(grammar)
         except ValueError as error:
             return str(error)
-        except Exception as error:  # a fault of this machine, which ends one request and not the life of all
+        except Exception as error:  # must end this request only, not the whole gang
             logger.exception("rank %d could not read a grammar", self._rank)
             return f"{type(error).__name__}: {error}"
         return ""
 
     def _prepare_grammars(self, engine: StepEngine) -> None:
-        """Have an engine do beside its steps what the first request with a grammar would wait for."""
+        """Prepare the engine for grammars while steps go on; otherwise the first request with a grammar would wait."""
         os.setpriority(os.PRIO_PROCESS, 0, READING_NICENESS)  # of this thread
         try:
             engine.prepare_grammars()
         except ConfigError as error:
             logger.info("rank %d: no output can be held to a grammar: %s", self._rank, error)
-        except Exception:  # the first such request says so again
+        except Exception:  # the first request with a grammar fails with the same error
             logger.exception("rank %d could not prepare for grammars", self._rank)
 
     @ray.method(concurrency_group="outputs")
     def outputs(self) -> Iterator[tuple[StepItem, ...]]:
-        """Stream the items of the steps, several at once when the reader was slower."""
+        """Stream the items of the steps, several at once if the reader is slower than the steps."""
         loop = self._running
         while (items := loop.drain()) or not loop.over:
             if items:
@@ -165,12 +165,12 @@ class ShardActor:
 
     @ray.method(concurrency_group="end")
     def end(self) -> Failure | None:
-        """Wait for the end of the loop; returns the failure that ended it, None if it was stopped."""
+        """Wait for the end of the loop; return the failure that ended it, None if it was stopped."""
         return self._running.wait()
 
     @ray.method(concurrency_group="heartbeat")
     def heartbeat(self) -> Heartbeat:
-        """The progress of the rank, without waiting for a step; while it loads, that is CPU time and disk reads."""
+        """Return the rank's progress, without waiting for a step. During loading, CPU time and disk reads count."""
         if self._loop is not None:
             return self._loop.heartbeat()
         self._pulse.look(reads())
@@ -178,18 +178,18 @@ class ShardActor:
 
     @ray.method(concurrency_group="control")
     def metrics(self) -> list[bytes]:
-        """The rank's registry sample and, where one was left here, that of its replica."""
+        """Return the rank's registry sample and, if `keep_serving_sample` left one here, that of its replica."""
         own = self._running.engine.metrics.serialize()
         return [own] if self._serving is None else [own, self._serving]
 
     @ray.method(concurrency_group="commands")
     def keep_serving_sample(self, sample: bytes) -> None:
-        """Hold the replica's own registry sample, so that other replicas can read it here."""
+        """Keep the replica's own registry sample, so that other replicas can read it here."""
         self._serving = sample
 
     @ray.method(concurrency_group="control")
     def stop(self) -> bool:
-        """End the loops of all ranks after a step; True when this one's ended in time."""
+        """End the loops of all ranks after a step; return whether this rank's loop ended in time."""
         return self._loop is None or self._loop.stop()
 
     @property
@@ -199,6 +199,6 @@ class ShardActor:
         return self._loop
 
     def _beside_factory(self, name: str) -> Any:
-        """The object `name` of the factory's module or, if it has none, of `cluster.distributed.mesh`."""
+        """Return the object `name` of the factory's module or, if it has none, of `cluster.distributed.mesh`."""
         module = importlib.import_module(self._factory.partition(":")[0])
         return getattr(module, name) if hasattr(module, name) else getattr(importlib.import_module(MESH), name)

@@ -1,7 +1,7 @@
-"""The step loop of one rank: one thread owns the engine, all others leave commands in its inbox.
+"""The step loop of one rank: one thread owns the engine; all other threads leave commands in its inbox.
 
-No Ray and no tensors here. The ranks of a gang step together, with work of their own or without; when none has any they
-all sleep, and a submit to one of them wakes them all.
+No Ray and no tensors here. All ranks of a gang step together, also those without work. When no rank has work, all of
+them sleep; a submit to one of them wakes all.
 """
 
 import logging
@@ -18,31 +18,31 @@ from cluster.status import EngineStatus, RankInfo
 
 logger = logging.getLogger(__name__)
 
-STEP_THREADS = "aerie-step"  # the name of the thread that steps, and of those that it starts
-TOLD_S = 1.0  # how long a step waits for the replica to say that it knows of a doubted request's beginning
-# Kinds of the engine's own errors, by class name: their module imports torch, and replicas import this one.
+STEP_THREADS = "aerie-step"  # the name of the thread that steps, and of the threads that it starts
+TOLD_S = 1.0  # the most that a step waits until the replica confirms that a doubted request begins
+# Failure kinds of the engine's errors, by class name: their module imports torch, which replicas must not load.
 KINDS: dict[str, FailureKind] = {"PeerLostError": "lost", "OutOfStepError": "out_of_step"}
 
 
 class Samples(Protocol):
-    """Anything that serialises a metrics registry; usable from any thread."""
+    """A metrics registry that can be serialised, from any thread."""
 
     def serialize(self) -> bytes:
-        """One registry sample, see `cluster.observability.metrics`."""
+        """Return one registry sample, see `cluster.observability.metrics`."""
         ...
 
 
 class StepOutputs(Protocol):
-    """What the loop reads of a step's result."""
+    """The part of a step's result that the loop reads."""
 
     @property
     def outputs(self) -> Sequence[SequenceOutput]:
-        """What the step gave each request."""
+        """The outputs of the step's requests."""
         ...
 
 
 class StepEngine(Protocol):
-    """What the loop needs of `cluster.engine.Engine`. Members not marked "Any thread" are for the loop thread only."""
+    """The part of `cluster.engine.Engine` that the loop uses. Only members marked "Any thread" are thread-safe."""
 
     @property
     def metrics(self) -> Samples:
@@ -51,22 +51,22 @@ class StepEngine(Protocol):
 
     @property
     def has_work(self) -> bool:
-        """Whether this rank has anything to do."""
+        """Whether this rank itself has anything to do."""
         ...
 
     @property
     def quiet(self) -> bool:
-        """Whether no rank of the gang had work in the last step; for a single rank, not `has_work`."""
+        """Whether no rank of the gang had work in the last step, and this rank has none now."""
         ...
 
     @property
     def left(self) -> bool:
-        """Whether the last step ended the gang, because some rank had called `leave`."""
+        """Whether the last step ended the gang, because a rank had called `leave`."""
         ...
 
     @property
     def position(self) -> tuple[int, str]:
-        """(step, phase) where this rank is now. Any thread."""
+        """(step, phase) of this rank now. Any thread."""
         ...
 
     @property
@@ -75,15 +75,15 @@ class StepEngine(Protocol):
         ...
 
     def on_begun(self, call: Callable[[tuple[str, ...]], None]) -> None:
-        """Have `call` called before each step runs, with the ids of the requests that it admits."""
+        """Register `call`, which is called before each step that admits requests, with their ids."""
         ...
 
     def submit(self, request: Request) -> None:
-        """Queue a request; ValueError if it can never be served."""
+        """Queue a request; raises ValueError if it can never be served."""
         ...
 
     def abort(self, request_id: str) -> None:
-        """Drop a request; unknown ids are fine."""
+        """Drop a request; unknown ids are ignored."""
         ...
 
     def step(self) -> StepOutputs:
@@ -91,7 +91,7 @@ class StepEngine(Protocol):
         ...
 
     def sleep(self) -> None:
-        """When quiet: wait without using the CPU until a rank rings. A ring just before the call counts."""
+        """Wait without using the CPU until a rank rings; only when `quiet`. A ring since the last step counts."""
         ...
 
     def ring(self) -> None:
@@ -99,39 +99,39 @@ class StepEngine(Protocol):
         ...
 
     def leave(self) -> None:
-        """Have the next step end the gang on every rank."""
+        """End the gang on every rank with the next step."""
         ...
 
     def prepare_grammars(self) -> None:
-        """Do beforehand what the first request with a grammar would wait for; raises `ConfigError` where no grammar can
-        be matched. Any thread.
+        """Do now the work that the first request with a grammar would wait for. Raises `ConfigError` if grammars cannot
+        be matched over the model's tokens. Any thread.
         """
         ...
 
     def read_grammar(self, grammar: str) -> None:
-        """Do beforehand what takes long when a request with this compiled grammar is admitted; raises ValueError for
-        one that is of no use here. Any thread.
+        """Do now the slow work of admitting a request with this compiled grammar. Raises ValueError if the grammar
+        cannot be used with this model. Any thread.
         """
         ...
 
     def close(self, reason: str = "") -> None:
-        """Disconnect this rank, so that its peers' steps raise, and tell them why. Any thread."""
+        """Disconnect this rank: its peers' steps raise, with `reason`. Any thread."""
         ...
 
     def status(self) -> EngineStatus:
-        """Counters after the last step."""
+        """Return the counters after the last step."""
         ...
 
     def info(self) -> RankInfo:
-        """What the rank runs with."""
+        """Return what the rank runs with."""
         ...
 
 
 class EngineLoop:
-    """Runs an engine in its own thread and tracks its progress.
+    """Runs an engine in a thread of its own, and tracks its progress.
 
     A step that raises ends the loop for good and disconnects the engine, so that the other ranks end as well; `failure`
-    says why. Requests get no error here: the owner of their streams resubmits them elsewhere or gives them up.
+    says why. Requests get no error here: the router resubmits them to the next incarnation, or ends their streams.
     """
 
     def __init__(self, engine: StepEngine, rank: int = 0, world: int = 1) -> None:
@@ -144,7 +144,7 @@ class EngineLoop:
         self._outbox: deque[StepItem] = deque()
         self._filled = threading.Condition()
         self._told = threading.Condition()
-        self._doubted: set[str] = set()  # ids whose beginning the replica has to know before the step that admits them
+        self._doubted: set[str] = set()  # ids of doubted requests (see `Commands`) that the replica has not confirmed
         self._over = threading.Event()
         self._asleep = self._rung = False
         self._busy = False
@@ -161,7 +161,7 @@ class EngineLoop:
         self._thread.start()
 
     def stop(self, timeout_s: float = 5.0) -> bool:
-        """End this loop and those of all other ranks after a step; False when it did not end in time."""
+        """End this loop and those of all other ranks after a step; return False if this one did not end in time."""
         with self._wake:
             self._stopping = True
             ring = self._must_ring()
@@ -177,19 +177,19 @@ class EngineLoop:
         return self._over.is_set()
 
     def wait(self) -> Failure | None:
-        """Block until the loop has ended; returns the failure that ended it, None if it was stopped."""
+        """Block until the loop has ended; return the failure that ended it, None if it was stopped."""
         self._over.wait()
         return self.failure
 
     def put(self, commands: Commands) -> None:
-        """Leave submits and aborts for the next step, and wake the gang for submits. A loop that is over drops them."""
+        """Leave submits and aborts for the next step; submits wake the gang. A loop that is over drops them."""
         with self._told:
             self._doubted.update(commands.doubted)
             self._doubted.difference_update(commands.heard, commands.aborts)
             self._told.notify_all()
         with self._wake:
             self._inbox.append(commands)
-            if commands.submits and not self._busy:  # from now on a sleeping rank has to make progress
+            if commands.submits and not self._busy:  # the time of sleep must not count as time without progress
                 self._busy = True
                 self._pulse.beat()
             ring = bool(commands.submits) and self._must_ring()
@@ -197,7 +197,7 @@ class EngineLoop:
             self.engine.ring()
 
     def drain(self, timeout_s: float | None = None) -> list[StepItem]:
-        """The items of all steps since the last call, waiting for one if there are none.
+        """Return the items since the last call; wait for one if there are none.
 
         An empty list means that the wait timed out or that the loop is over.
         """
@@ -209,7 +209,7 @@ class EngineLoop:
         return items
 
     def heartbeat(self) -> Heartbeat:
-        """The heartbeat now; never waits for a step. Only this call notices progress, so call it often."""
+        """Return the heartbeat now; never wait for a step. Only this call notices progress, so call it often."""
         position, (marks, waits) = self.engine.position, self.engine.progress
         self._pulse.look((self._turns, position, marks), waits)
         with self._wake:
@@ -225,7 +225,7 @@ class EngineLoop:
             )
 
     def _must_ring(self) -> bool:
-        """Whether the caller, which holds `_wake`, has to ring because the loop sleeps; true once per sleep."""
+        """Return whether the caller, which holds `_wake`, must ring because the loop sleeps; True once per sleep."""
         ring = self._asleep and not self._rung
         self._rung |= ring
         return ring
@@ -244,7 +244,7 @@ class EngineLoop:
                 self._filled.notify_all()
 
     def _turn(self) -> None:
-        """Sleep while no rank has work, pass the inbox to the engine, and step."""
+        """Run one iteration: sleep while no rank has work, pass the inbox to the engine, and step."""
         self._note()
         if self.engine.quiet:
             self._sleep()
@@ -256,21 +256,21 @@ class EngineLoop:
         if stopping:
             self.engine.leave()
         outputs: tuple[SequenceOutput, ...] = ()
-        if self.world > 1 or stopping or self.engine.has_work:
+        if self.world > 1 or stopping or self.engine.has_work:  # in a gang every rank steps, with work or without
             outputs = tuple(self.engine.step().outputs)
             self._steps += 1
         self._publish(outputs, refused)
 
     def _note(self) -> None:
-        """A turn of the loop is over: count it as progress, and note the engine's new counters."""
+        """Count an iteration of the loop as progress, and note the engine's counters."""
         status = self.engine.status()
         with self._wake:
             self._status = status
             self._turns += 1
 
     def _sleep(self) -> None:
-        """Sleep until a rank rings. All ranks come here after a quiet step; one that has work by then rings first."""
-        with self._wake:
+        """Sleep until a rank rings. All ranks come here after a quiet step; a rank that has new work rings first."""
+        with self._wake:  # `put` sees `_asleep` and rings, or this block sees its commands: no wake-up is lost
             self._asleep = True
             self._busy = self._rung = self._stopping or any(commands.submits for commands in self._inbox)
             ring = self._rung
@@ -284,7 +284,7 @@ class EngineLoop:
                 self._pulse.beat()
 
     def _apply(self, batch: list[Commands]) -> tuple[tuple[str, str], ...]:
-        """Pass the inbox to the engine; returns the refused requests as (request id, message)."""
+        """Pass commands to the engine; return the refused requests as (request id, message)."""
         refused = []
         for commands in batch:
             for request in commands.submits:
@@ -301,10 +301,10 @@ class EngineLoop:
             self._put_out(StepItem(self.rank, self._steps, outputs, refused))
 
     def _begin(self, ids: tuple[str, ...]) -> None:
-        """Before a step runs, report the requests that it admits: if it kills the process, they are the suspects.
+        """Report the requests that the next step admits: if the step kills the process, they are the suspects.
 
-        A process that dies at once takes the report with it. So where one of them is in doubt already, the step waits
-        until the replica has said that it knows.
+        A process that dies at once loses the report. So if one of the requests is doubted, wait until the replica
+        confirms it, for at most `TOLD_S`.
         """
         self._put_out(StepItem(self.rank, self._steps, begun=ids))
         with self._told:
@@ -317,7 +317,7 @@ class EngineLoop:
             self._filled.notify()
 
     def _fail(self, error: Exception) -> None:
-        """Note the failure, and disconnect from the peers, telling them why."""
+        """Set `failure`, and disconnect from the peers with its reason."""
         self.failure = failure_of(error, self.rank, self.engine.position)
         try:
             self.engine.close(self.failure.reason)
@@ -326,12 +326,12 @@ class EngineLoop:
 
 
 def kind_of(error: BaseException) -> FailureKind:
-    """What an error says about the gang: a lost peer, ranks out of step, or a fault of this rank's own."""
+    """Return what an error says of the gang: a lost peer, ranks out of step, or a failure of this rank itself."""
     return next((KINDS[base.__name__] for base in type(error).__mro__ if base.__name__ in KINDS), "failed")
 
 
 def failure_of(error: Exception, by: int, position: tuple[int, str]) -> Failure:
-    """The failure that an error of rank `by` means; its own `position` is used where the error names none."""
+    """Return the failure that an error on rank `by` means; `position` is used if the error has no step and phase."""
     kind = kind_of(error)
     step, phase = position
     if kind != "failed":

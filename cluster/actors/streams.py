@@ -1,7 +1,7 @@
-"""The open streams of a replica: what was sent on each, and how it continues when the gang that fed it is lost.
+"""The open streams of a replica: the tokens sent on each stream, and how streams continue after the loss of the gang.
 
-By law 1 (docs/architecture.md) a request's tokens depend on its prompt, its settings and its seed alone. So a stream
-that lost its gang is submitted again with the tokens already sent as part of its prompt; its client sees a pause.
+By law 1 (docs/architecture.md) a request's tokens depend only on its prompt, its settings and its seed. So after a loss
+a request is submitted again, with the tokens already sent as part of its prompt; the client only sees a pause.
 """
 
 import asyncio
@@ -11,25 +11,27 @@ from typing import Literal
 from cluster.actors.messages import Loss
 from cluster.request import Request, SequenceOutput, SpeculationCounts
 
-RESUMES = 3  # a stream that was resumed so often and never went on may be what kills the gang
+RESUMES = 3  # a stream that was resumed this many times and never went on is taken for the cause of the losses
 
 
 @dataclass(frozen=True, slots=True)
 class StreamRefusal:
-    """In a stream's queue: the engine refused the request."""
+    """An entry of a stream's queue: the engine refused the request."""
 
     message: str
 
 
 @dataclass(slots=True, eq=False)
 class OpenStream:
-    """One open request. `request` is as it arrived, with a seed; `dealt` are the tokens sent to the client since.
+    """One open request. `request` is the request as it arrived, with a seed; `dealt` are the tokens sent to the client.
 
-    `started`: it has had an output, so that it no longer counts as queued; `cached_tokens` of its prompt were found
-    cached then. `submitted`, `begun`, `answered` and `fruitful` are about the gang's present life: whether the request
-    was submitted to it, whether a step has admitted the request, whether its prompt got a token, and whether it went on
-    from there. A request whose every step after the prompt ends a life has a token of each life, so that one is no sign
-    of innocence. `involved` is about the life before: whether its last steps worked on the request, which did not go
+    `rank` is the leader that serves the request. `started`: the stream has had an output, so the request no longer
+    counts as queued; `cached_tokens` tokens of its prompt were cached. `ended`: the stream will have no more outputs.
+
+    Four fields are about the present incarnation. `submitted`: the request was submitted. `begun`: a step admitted the
+    request. `answered`: the prompt got a first token. `fruitful`: more tokens came after the first; the stream "went
+    on". A first token alone proves nothing: a request that kills every step after its prompt gets one in each
+    incarnation. `involved` is about the previous incarnation: its last steps worked on the request, which had not gone
     on.
     """
 
@@ -45,11 +47,11 @@ class OpenStream:
     fruitful: bool = False
     involved: bool = False
     submissions: int = 0
-    fruitless_resumes: int = 0  # lives in a row that resumed it and were lost while it was `involved`
-    unserved: int = 0  # lives in a row that it was submitted to and did not go on in
+    fruitless_resumes: int = 0  # incarnations in a row that resumed the stream and were lost while it was `involved`
+    unserved: int = 0  # incarnations in a row to which the request was submitted without going on
     cached_tokens: int = 0
-    trees: list[int] = field(default_factory=list)  # tokens that each tree of this life committed
-    earlier: SpeculationCounts | None = None  # the counts of the lives before
+    trees: list[int] = field(default_factory=list)  # tokens that each tree of this incarnation committed
+    earlier: SpeculationCounts | None = None  # summed over earlier incarnations
 
     @property
     def name(self) -> str:
@@ -57,26 +59,25 @@ class OpenStream:
         return self.request.request_id
 
     def place(self, rank: int) -> None:
-        """It is for the leader `rank` to serve."""
+        """Assign the request to the leader `rank`."""
         self.rank = rank
 
     def begin(self) -> None:
-        """A step of the present life has admitted the request."""
+        """Note that a step of the present incarnation admits the request."""
         self.begun = True
 
     def leave(self) -> None:
-        """Its reader is gone."""
+        """Note that the stream's reader is gone."""
         self.ended = True
 
     def refuse(self, message: str) -> None:
-        """The engine refused the request; its reader is told."""
+        """End the stream: the engine refused the request. The reader gets `message`."""
         self.ended = True
         self.queue.put_nowait(StreamRefusal(message))
 
     def submission(self) -> Request:
-        """The request to submit to the present life, tokens sent so far included; marks the stream as submitted.
-
-        What was asked about the prompt came with the first of these tokens, and is not asked again.
+        """Return the request to submit to the present incarnation, and mark the stream as submitted. Tokens already
+        sent become part of the prompt; prompt logprobs were sent with the first token and are not requested again.
         """
         self.submissions += 1
         self.submitted = True
@@ -90,25 +91,29 @@ class OpenStream:
         )
 
     def take(self, output: SequenceOutput) -> SequenceOutput:
-        """Note an output of the present life; returns the output for the client."""
+        """Record an output of the present incarnation, and return the output to send to the client. The returned output
+        has the cached tokens of the stream's first output; the last output has the counts of all incarnations.
+        """
         if not self.started:
             self.started, self.cached_tokens = True, output.cached_tokens
         if output.token_ids:
-            if self.answered:  # the first output of a life ends its prompt; each later one is a tree
+            if self.answered:  # the first output in an incarnation ends the prompt; each later one is a verified tree
                 self.trees.append(len(output.token_ids))
                 self.fruitful, self.fruitless_resumes, self.unserved = True, 0, 0
             self.answered = True
             self.dealt += output.token_ids
         self.ended = output.finish_reason is not None
         speculation = _added(self.earlier, output.speculation) if self.ended else output.speculation
-        # of the client's prompt only: a resumed request also finds its generated tokens cached
+        # Report cached tokens of the client's prompt only: a resumed request also finds generated tokens cached.
         return replace(output, cached_tokens=self.cached_tokens, speculation=speculation)
 
     def lose(self, nodes: int) -> None:
-        """The present life is over; `nodes` are the drafted tokens of one tree, 0 without speculation."""
+        """Note that the present incarnation is over. `nodes` is the number of drafted tokens per tree, 0 without
+        speculation.
+        """
         unserved = self.submitted and not self.fruitful
         self.unserved += unserved
-        # A step reports `begun` first, but a process may die before it is sent; more than RESUMES times is no accident.
+        # A process may die before it reports `begun`. After more than RESUMES losses assume that the request had begun.
         self.involved = unserved and (self.begun or self.unserved > RESUMES)
         self.fruitless_resumes += self.involved and self.submissions > 1
         if nodes and self.trees:
@@ -121,14 +126,16 @@ class OpenStream:
         self.submitted = self.begun = self.answered = self.fruitful = False
 
     def end(self, reason: str, finish_reason: Literal["abort", "error"] = "error") -> None:
-        """End it with an output that says why: "error" if the request is at fault, "abort" if the server is."""
+        """End the stream with an output that holds `reason`. The `finish_reason` is "error" if the request is at fault,
+        and "abort" if the server is.
+        """
         if not self.ended:
             self.ended = True
             self.queue.put_nowait(SequenceOutput(self.name, (), finish_reason=finish_reason, error=reason))
 
 
 def _added(first: SpeculationCounts | None, second: SpeculationCounts | None) -> SpeculationCounts | None:
-    """Two counts as one; a tree may be deeper in one than in the other."""
+    """Return the sum of two counts, whose `accepted` may differ in length."""
     if first is None or second is None:
         return first or second
     size = max(len(first.accepted), len(second.accepted))
@@ -138,28 +145,33 @@ def _added(first: SpeculationCounts | None, second: SpeculationCounts | None) ->
 
 
 class Recovery:
-    """Which streams a new life is given, and when: bisects the streams if one of them seems to kill the gang.
+    """Decides which streams are submitted to a new incarnation, and when. If a stream seems to kill the gang, the
+    streams are bisected.
 
-    After a first loss all are submitted at once, those that had tokens first, then by age; the loss may not recur.
-    Suspects are the streams that the fatal step worked on and that had not gone on, not those that waited. If the gang
-    is lost again with suspects in the fatal step, the cause is most likely among those that were in both, and they are
-    bisected: in the next life streams that had tokens go first, then one half of the suspects, then half of the rest
-    and so on, and last all others; each turn begins when all streams of the turn before went on or are over. If the
-    life is lost during such a turn, the suspects still held back are cleared, and go before the others in the next
-    life. A stream that was alone in the fatal step, and was resumed `RESUMES` times and never went on, is ended.
-    Requests that arrive during the turns go last.
+    Suspects are the streams that the fatal step worked on and that had not gone on; streams that waited are no
+    suspects. After a first loss all streams are submitted at once, because the loss may not recur: first the streams
+    that had tokens, then the others by age. If the gang is lost again with suspects in the fatal step, the streams that
+    were in both fatal steps are the suspects, and are bisected.
+
+    In a bisection, streams are submitted in batches: the streams that had tokens, one half of the suspects, half of the
+    remaining suspects and so on, and last all other streams. A batch is submitted when every stream of the batch before
+    went on or is over. If the incarnation is lost meanwhile, the suspects not yet submitted are cleared: in the next
+    incarnation they are submitted before the suspects. A stream that was alone in the fatal step, was resumed `RESUMES`
+    times and never went on is ended. Requests that arrive during a bisection are submitted last.
     """
 
     def __init__(self) -> None:
         self._suspects: list[OpenStream] = []
         self._cleared: list[OpenStream] = []  # suspects that were held back during a loss
-        self._held: list[OpenStream] = []  # suspects that have had no turn yet
-        self._last: list[OpenStream] | None = None  # submitted after them; None when there are no turns
-        self._pending: set[str] = set()
-        self._repeated = False
+        self._held: list[OpenStream] = []  # suspects that are not submitted yet
+        self._last: list[OpenStream] | None = None  # streams to submit after the suspects; None without a bisection
+        self._pending: set[str] = set()  # names of submitted streams that must go on or end before the next batch
+        self._repeated = False  # whether to bisect in the next incarnation
 
     def lost(self, streams: list[OpenStream], loss: Loss) -> None:
-        """A life is over; `lose` was called on each of the open `streams`. Ends the stream found to be the cause."""
+        """Note that an incarnation is over, and end the stream found to be the cause. The caller has called `lose` on
+        each open stream before.
+        """
         involved = [stream for stream in streams if stream.involved]
         again = [stream for stream in self._suspects if stream in involved]
         self._cleared = [stream for stream in self._held if again and stream not in again]
@@ -174,7 +186,7 @@ class Recovery:
             )
 
     def begin(self, streams: list[OpenStream]) -> list[OpenStream]:
-        """A new life begins; returns those of the open `streams` (in order of age) to submit now, in this order."""
+        """Begin a new incarnation. Return those of the open `streams` (sorted by age) to submit now, in order."""
         served = sorted(streams, key=lambda stream: not stream.started)
         if not self._repeated:
             return served
@@ -187,13 +199,13 @@ class Recovery:
         return proven + cleared + self.settled("")
 
     def arrived(self, stream: OpenStream) -> bool:
-        """Whether a new stream may be submitted now; otherwise `settled` returns it when it is its turn."""
+        """Return whether a new stream may be submitted now. If not, a later call of `settled` returns the stream."""
         if self._last is not None:
             self._last.append(stream)
         return self._last is None
 
     def settled(self, name: str) -> list[OpenStream]:
-        """A stream goes on in this life, or is over; returns the streams to submit now."""
+        """Note that a stream went on in this incarnation or is over; return the streams to submit now."""
         self._pending.discard(name)
         if self._pending or self._last is None:
             return []

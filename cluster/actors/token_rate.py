@@ -1,4 +1,4 @@
-"""How many tokens a second a running request gets: measured, and scaled to other numbers of running requests."""
+"""The tokens per second of a running request: measured, and scaled to other numbers of running requests."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -6,27 +6,27 @@ from functools import cache
 
 from cluster.observability.step_times import StepTimes
 
-TAU_S = 5.0  # time constant of the mean: after a burst it is the present rate again within so many seconds
-KNOWN_TOKENS = 8  # for each running request, after which the measured rate is used
-GUESSED_PER_S = 10.0  # tokens a second, assumed until then where steps were not measured
+TAU_S = 5.0  # time constant of the mean: about this long after a burst it is the present rate again
+KNOWN_TOKENS = 8  # tokens per running request after which the measured rate is used
+GUESSED_PER_S = 10.0  # tokens per second, assumed before that if step times were not measured
 
 
 class TokenRate:
-    """An exponential mean over the time in which requests ran."""
+    """Measures tokens per second and request: an exponential mean over the time in which requests ran."""
 
     def __init__(self, num_steps: int, groups: int) -> None:
-        """`num_steps` are the levels of a drafted tree; the running requests are spread over `groups`."""
+        """`num_steps` is the depth of a drafted tree; requests are spread over `groups` attention groups."""
         self._num_steps, self._groups = num_steps, groups
         self._tokens = self._request_s = self._seconds = 0.0
         self._ever = 0  # tokens
 
     def given(self, tokens: int) -> None:
-        """Running requests were given tokens."""
+        """Note that running requests got `tokens`."""
         self._tokens += tokens
         self._ever += tokens
 
     def passed(self, seconds: float, running: int) -> None:
-        """`running` requests ran for so long."""
+        """Note that `running` requests ran for `seconds`."""
         if not running:
             return
         kept = math.exp(-seconds / TAU_S)
@@ -35,8 +35,8 @@ class TokenRate:
         self._seconds = self._seconds * kept + seconds
 
     def by_running(self, running: Sequence[int], longest: int, pace: StepTimes | None) -> Callable[[int], float]:
-        """Tokens a second of each running request, by how many of them a group runs; the longest has `longest` tokens.
-        `running` are the lengths of those that the gang runs at present, and steps take what `pace` says.
+        """Return a function: number of running requests in a group -> tokens per second of each, if the longest has
+        `longest` tokens. `running` are the lengths of the gang's running requests, `pace` the measured step times.
         """
         known = self._tokens and self._ever >= KNOWN_TOKENS * max(1, len(running))
         if pace is None:
@@ -46,9 +46,11 @@ class TokenRate:
         def step_s(count: int, length: int) -> float:
             return 1e-6 * pace.decoding((length,) * count)
 
+        # Tokens per second = tokens per step / seconds per step. The tokens per step are those measured at the usual
+        # number of requests per group, or a guess.
         if known:
             usual = max(1, round(self._request_s / self._seconds / self._groups))
             tokens = self._tokens / self._request_s * step_s(usual, max(running, default=longest))
-        else:  # prompts are computed beside them, and half of what a tree can give is accepted
+        else:  # guess: half of a tree's levels are accepted, and prompt rows take the share `pace.share` of the time
             tokens = (1 + self._num_steps / 2) * (1 - pace.share)
         return cache(lambda count: tokens / step_s(count, longest))

@@ -1,1 +1,1 @@
-"""REST and Ray Serve: the data path from HTTP to a gang and back."""
+"""The HTTP APIs and the Ray Serve application: the path of a request from HTTP to a gang and back."""

@@ -1,10 +1,12 @@
 """The layout of one token's entry (cell) in a layer's FP8 KV cache: codes, and their scales.
 
-The numbers of a cell are divided into groups: k of each KV head and v of each KV head; or, in a latent cell, the latent
-and the rotated key after it. Each group has its own scale, computed when the cell is stored: the smallest power of two
-2^e, with e from -117 to 119, such that no number of the group divided by it exceeds 448, the largest float8_e4m3fn. A
-code is the number divided by the scale, rounded to the nearest e4m3, ties to even. Dividing and multiplying by a power
-of two is exact, so every kernel reads the same values back, in every dtype and every order of operations.
+The numbers of a cell are divided into groups. In an ordinary cell, k of a KV head is a group, and so is v of a KV head.
+A latent cell has two groups: the latent, and the rotated key after it.
+
+Each group has its own scale, computed when the cell is stored. The scale is the smallest power of two 2^e, with e from
+-117 to 119, for which no number of the group, divided by the scale, exceeds 448, the largest float8_e4m3fn. A code is
+the number divided by the scale, rounded to the nearest e4m3, ties to even. Dividing and multiplying by a power of two
+is exact, so every kernel reads the same values back, in every dtype and every order of operations.
 """
 
 from dataclasses import dataclass
@@ -18,8 +20,8 @@ class CodedCell:
     """A cell of `shape` [parts, KV heads, d] in FP8: all codes in order, one scale byte per group (e + 127), zero
     padding.
 
-    Padding goes up to a multiple of `LINE` bytes, or of `ALIGNED` bytes if the former would add more than a sixteenth
-    to the cell. A cell with one part is a latent one; the first `latent` of its numbers are the latent.
+    A cell is padded to a multiple of `LINE` bytes or, if that would add more than a sixteenth to the cell, of `ALIGNED`
+    bytes. A cell with one part is a latent cell: its first `latent` numbers are the latent.
     """
 
     shape: tuple[int, int, int]

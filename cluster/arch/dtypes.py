@@ -10,14 +10,14 @@ BYTES = {dtype: SIZES[name] for name, dtype in PLAIN.items()}
 
 
 MANY = 1 << 27
-"""Number of parameters from which a step on a CPU is bound by reading weights, because in float32 they fit no cache."""
+"""From this number of parameters on, weights in float32 fit no CPU cache, so a step is bound by reading weights."""
 
 
 def computed_in(stored: str, dtype: str, device: str, narrow: bool = False) -> str:
     """Return the compute dtype for weights of dtype `stored` under the setting `dtype`.
 
-    On a GPU `auto` keeps the stored dtype. On a CPU, and for dtypes without arithmetic, `auto` is float32. With
-    `narrow`, bfloat16 weights stay bfloat16 on a CPU, because reading them takes half the time.
+    On a GPU `auto` keeps the stored dtype. On a CPU, and for dtypes without arithmetic, `auto` is float32. If `narrow`,
+    bfloat16 weights stay bfloat16 on a CPU, because reading bfloat16 takes half the time of reading float32.
     """
     if dtype != "auto":
         return dtype
@@ -26,6 +26,8 @@ def computed_in(stored: str, dtype: str, device: str, narrow: bool = False) -> s
 
 
 def compute_dtype(arch: TargetArch, dtype: str, device: str, in_c: bool = True) -> str:
-    """Return `computed_in` of a target. `in_c`: on a CPU the kernels are in C, and read narrow weights directly."""
+    """Return the compute dtype of a target. `in_c`: on a CPU the kernels are in C, which read bfloat16 weights
+    directly.
+    """
     auto = dtype == "auto" and device == "cpu" and arch.dtype == "bfloat16"
     return computed_in(arch.dtype, dtype, device, auto and in_c and parameters(arch) >= MANY)

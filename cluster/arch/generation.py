@@ -12,11 +12,11 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "min_p": (0.0, 1.0),
     "repetition_penalty": (0.01, 100.0),
 }
-"""The values that are read, and their bounds; vLLM and SGLang read the same ones."""
+"""The values that are read, with their bounds. vLLM and SGLang read the same values."""
 
 
 def sampling_defaults(folder: str) -> dict[str, float]:
-    """Return the values for requests that leave them out; empty if the folder names none.
+    """Return the sampling values for requests that set none. Empty if generation_config.json gives no values.
 
     Raises:
         ConfigError: a value is not a number, or out of bounds.

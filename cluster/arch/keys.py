@@ -47,7 +47,7 @@ def check_folder(folder: str) -> None:
 
 
 def _what_it_is(folder: Path) -> str:
-    """Return what to give instead of a folder without a config."""
+    """Return the end of an error message: which folder or file to give instead of a folder without a config."""
     snapshots = sorted(str(each) for each in folder.glob("snapshots/*") if each.is_dir())
     if snapshots:
         return f"this is a cache of the Hugging Face hub: give the folder of a revision in it, as {snapshots[-1]!r}"
@@ -65,7 +65,7 @@ class ConfigKeys:
         self.data, self.where, self.file = data, where, file
 
     def over(self, defaults: Mapping[str, Any]) -> "ConfigKeys":
-        """Return the same keys, with `defaults` for missing ones."""
+        """Return the same keys, with `defaults` for missing keys."""
         given = {key: value for key, value in self.data.items() if value is not None}
         return ConfigKeys({**defaults, **given}, self.where, self.file)
 
@@ -101,7 +101,7 @@ class ConfigKeys:
         return ConfigKeys(value, self.where, self.file)
 
     def numbers(self, key: str) -> list[int] | None:
-        """Return a list of integers; None if the key is missing."""
+        """Return a list of integers, or None if the key is missing."""
         value = self.data.get(key)
         if value is None or (isinstance(value, list) and all(type(i) is int for i in value)):
             return value

@@ -18,8 +18,9 @@ class Latent:
     """Multi-head latent attention (arXiv 2405.04434): k and v of all heads are computed from one latent of width
     `kv_rank`.
 
-    `q_rank` None: queries are projected directly. `nope` and `rope` are the widths of a head's unrotated and rotated
-    parts, `value` the width of its output. `eps` is that of the latents' norms, which do not use the config's eps.
+    If `q_rank` is None, queries are projected directly, without a latent. `nope` and `rope` are the widths of a head's
+    unrotated and rotated parts, `value` is the width of the head's output. The norms of the latents use `eps`, not the
+    config's eps.
     """
 
     q_rank: int | None
@@ -34,12 +35,16 @@ class Latent:
 class Moe:
     """A mixture of `experts` MLPs with `intermediate` columns each; `active` of them are used per token.
 
-    `scoring` is a softmax over all experts, or a sigmoid. `renormalise` divides the chosen experts' weights by their
-    sum; `scale` multiplies them. With `groups`, only experts of the best `top_groups` groups can be chosen. With
-    `correction`, a bias on the scores affects the choice but not the weights. `shared` is the width of an MLP that
-    every token uses; `shared_gate` multiplies its output by the sigmoid of a learnt projection of the token. `stacked`:
-    the checkpoint holds all experts in one tensor, gate and up interleaved, with biases. `clamp` (alpha, limit): the
-    clamped SwiGLU of gpt-oss.
+    - `scoring`: a softmax over all experts, or a sigmoid.
+    - `renormalise`: the weights of the chosen experts are divided by their sum.
+    - `scale` multiplies the weights of the chosen experts.
+    - `groups`, `top_groups`: experts are in `groups` groups, and only experts of the best `top_groups` can be chosen.
+    - `correction`: a bias on the scores affects which experts are chosen, but not their weights.
+    - `router_bias`: the projection that computes the scores has a bias.
+    - `shared`: the width of an MLP that every token uses.
+    - `shared_gate`: that MLP's output is multiplied by the sigmoid of a learnt projection of the token.
+    - `stacked`: the checkpoint holds all experts in one tensor, gate and up interleaved, with biases.
+    - `clamp`: (alpha, limit) of the clamped SwiGLU of gpt-oss.
     """
 
     experts: int
@@ -62,12 +67,16 @@ class Moe:
 class LayerGeometry:
     """One decoder layer: attention heads of `head_dim`, and a gated MLP of width `intermediate`, or `moe`.
 
-    `attention_bias` applies to q, k and v, `out_bias` to the output. A row sees the last `sliding_window` tokens,
-    itself included; None: all. `scale` None means `head_dim ** -0.5`. `sinks`: one learnt logit per head joins the
-    softmax. `qk_norm`: RMSNorm per head before rope. `unit_offset`: norms scale by 1 + weight. `sandwich`: norms also
-    after attention and MLP. `interleaved`: the checkpoint's q and k expect rope over neighbouring pairs. `gated`:
-    `q_proj` also yields a gate per head, whose sigmoid multiplies the head's attention output (Qwen3-Next). With
-    `latent`, `kv_heads` is 1 and `head_dim` is the width of the cached entry.
+    - `attention_bias`: q, k and v have biases. `out_bias`: the attention output has a bias.
+    - `sliding_window`: a row sees this many tokens, itself included; if None, all tokens.
+    - `scale`: factor of attention logits; if None, `head_dim ** -0.5`.
+    - `sinks`: one learnt logit per head joins the softmax.
+    - `qk_norm`: RMSNorm per head before rope.
+    - `unit_offset`: norms scale by 1 + weight.
+    - `sandwich`: there are norms also after attention and after the MLP.
+    - `interleaved`: the checkpoint's q and k expect rope over neighbouring pairs.
+    - `gated`: `q_proj` also yields a gate per head; its sigmoid multiplies the head's attention output (Qwen3-Next).
+    - `latent`: if set, attention is latent, `kv_heads` is 1, and `head_dim` is the width of the cached entry.
     """
 
     hidden: int
@@ -104,7 +113,7 @@ class LayerGeometry:
 
     @property
     def coded_cell(self) -> CodedCell:
-        """The layout of the same entry in FP8."""
+        """The layout of one token's entry in an FP8 KV pool."""
         return CodedCell(self.cell, None if self.latent is None else self.latent.kv_rank)
 
     @property
@@ -119,21 +128,23 @@ class LayerGeometry:
 
     @property
     def mlp_columns(self) -> int:
-        """Width of the layer's narrowest MLP; the MLP cannot be split over more ranks than that."""
+        """Width of the layer's narrowest MLP: of the dense MLP, or the narrower of an expert and the shared expert."""
         if self.moe is None:
             return self.intermediate
         return min(self.moe.intermediate, self.moe.shared or self.moe.intermediate)
 
 
 def experts_of(layers: Iterable[LayerGeometry]) -> Moe | None:
-    """Return the experts of a model's layers, which are the same in all MoE layers; None for a dense model."""
+    """Return the `Moe` that all MoE layers of a model share. Return None if no layer has experts."""
     return next((layer.moe for layer in layers if layer.moe is not None), None)
 
 
 def geometry_of(
     keys: ConfigKeys, activation: Activation = "silu", theta: float = 10000.0, partial: bool = False
 ) -> LayerGeometry:
-    """Return a layer from the common keys; a family replaces what differs. `theta` and `partial` as in `rope_of`."""
+    """Return a layer read from the keys that most families share; a family replaces fields that differ. For `theta` and
+    `partial` see `rope_of`.
+    """
     hidden, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
     kv_heads = keys.integer("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -168,7 +179,7 @@ def geometry_of(
 
 
 def sliding(keys: ConfigKeys, count: int, default: list[bool]) -> list[bool]:
-    """Return which of `count` layers have a sliding window: from `layer_types` if the config has it, else `default`.
+    """Return which of `count` layers have a sliding window: from `layer_types`, or `default` without this key.
 
     Raises:
         ConfigError: the list has another length, or a type that is neither full nor sliding attention.
@@ -188,6 +199,6 @@ def sliding(keys: ConfigKeys, count: int, default: list[bool]) -> list[bool]:
 
 
 def with_sliding_window(layer: LayerGeometry, window: int | None, which: list[bool]) -> tuple[LayerGeometry, ...]:
-    """Return one copy of `layer` per entry of `which`; where the entry is true, it has the sliding window `window`."""
+    """Return one copy of `layer` per entry of `which`. Copies for true entries have the sliding window `window`."""
     narrow = replace(layer, sliding_window=window)
     return tuple(narrow if small else layer for small in which)

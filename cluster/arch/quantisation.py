@@ -23,11 +23,12 @@ NOTHING = Scheme()
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """The quantisation of a checkpoint by its config: `rules` for single modules, `scheme` for all others.
+    """The quantisation of a checkpoint by its config: `rules` for single modules, `scheme` for all other modules.
 
-    `packing` is how an int32 holds codes under the name `qweight`; None: not stated. `zero_offset` must be added to
-    GPTQ's stored zero points. `by_activation`: the inputs of a group need not be neighbours (GPTQ's `desc_act`); the
-    tensor `g_idx` decides. `activations`: the config also asks for quantised activations.
+    `packing` is how an int32 of a tensor `qweight` holds codes, or None if the config does not say. `zero_offset` must
+    be added to GPTQ's stored zero points. `by_activation`: the inputs of a group need not be neighbours (GPTQ's
+    `desc_act`); the tensor `g_idx` lists the group of each input. `activations`: the config also asks for quantised
+    activations.
     """
 
     scheme: Scheme = NOTHING
@@ -38,12 +39,12 @@ class Quantisation:
     activations: bool = False
 
     def of(self, *names: str) -> Scheme:
-        """Return the scheme of the module with these `names`: that of the first rule that fits one of them."""
+        """Return the scheme of a module known by any of `names`: from the first rule that fits, otherwise `scheme`."""
         return next((rule.scheme for rule in self.rules if any(map(rule.fits, names))), self.scheme)
 
 
 def read_quantisation(folder: str) -> Quantisation:
-    """Return the quantisation in the config.json of `folder`; the default if there is no such file.
+    """Return the quantisation in the config.json of `folder`. Return `Quantisation()` if there is no such file.
 
     Raises:
         ConfigError: a method or format is not served, or a field has the wrong type.
@@ -126,7 +127,9 @@ def _blocks(own: ConfigKeys) -> Scheme:
 
 
 def _groups(own: ConfigKeys) -> Scheme:
-    """Return the scheme of `bits` and `group_size` in AWQ, GPTQ and AutoRound; -1: all inputs form one group."""
+    """Return the scheme that `bits` and `group_size` give in AWQ, GPTQ and AutoRound. A `group_size` of -1 puts all
+    inputs into one group.
+    """
     bits = None if own.data.get("bits") is None else own.integer("bits")
     if own.data.get("group_size") == -1:
         return Scheme(bits, (1, 0), "group_size is -1")
@@ -141,7 +144,7 @@ def _sections(keys: ConfigKeys) -> list[ConfigKeys]:
 
 
 def with_whole(shapes: dict[str, tuple[int, ...]], quantisation: Quantisation) -> Shapes:
-    """Return `shapes`, extended by the unpacked shapes of matrices packed in int32, under their unquantised names."""
+    """Return `shapes`, and for each matrix packed in int32 also its unpacked shape, under its unquantised name."""
     whole = dict(shapes)
     for name, shape in shapes.items():
         stem = name.removesuffix(".weight_packed").removesuffix(".qweight")

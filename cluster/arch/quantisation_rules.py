@@ -13,11 +13,11 @@ PATTERN = re.compile(r"[*+?^$()\[\]{}|\\]")
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How one matrix is quantised, by the config; None where the config does not say.
+    """How one matrix is quantised, by the config. A field is None if the config does not say.
 
     `bits` is the size of a code. `block` is how many outputs and how many inputs share a scale; 0 means all. So (0, 0)
-    is one scale for the matrix, (1, 0) one per output, (1, g) one per group of g inputs of an output. `said` is the
-    field and value that state this, such as "group_size is 128", for messages.
+    is one scale for the matrix, (1, 0) one per output, (1, g) one per group of g inputs of an output. `said` quotes the
+    config for messages, such as "group_size is 128".
     """
 
     bits: int | None = None
@@ -34,8 +34,9 @@ class SchemeRule:
 
 
 def gptq_rules(dynamic: ConfigKeys, common: Scheme) -> tuple[SchemeRule, ...]:
-    """Return the rules of GPTQ's `dynamic`, in order. A key is a pattern for the beginning of a module's name, with an
-    optional "+:" before it, and gives values of its own; modules that match a "-:" pattern are not quantised.
+    """Return the rules of GPTQ's `dynamic`, in order. A key is a pattern for the beginning of a module's name. A key
+    with the prefix "+:", or with none, gives values for the modules that match; modules that match a key with the
+    prefix "-:" are not quantised.
 
     Raises:
         ConfigError: a pattern is not a regular expression, or a value has the wrong type.
@@ -64,9 +65,9 @@ def auto_round_rules(extra: ConfigKeys, common: Scheme) -> tuple[SchemeRule, ...
 
 
 def compressed_rules(groups: ConfigKeys) -> tuple[Scheme, tuple[SchemeRule, ...]]:
-    """Return the scheme of all other modules, and the rules of compressed-tensors' `config_groups`: exact names first,
-    then patterns ("re:"). All other modules have the scheme of the first group without targets or with the target
-    "Linear".
+    """Return compressed-tensors' `config_groups` as a default scheme and rules: exact names first, then patterns
+    ("re:"). The default, for modules that no rule fits, is the scheme of the first group without targets or with the
+    target "Linear".
 
     Raises:
         ConfigError: as `gptq_rules`.

@@ -85,7 +85,7 @@ def read_target(folder: str) -> TargetArch:
     """Return the target in `folder`, read from config.json and generation_config.json, or from params.json.
 
     Raises:
-        ConfigError: there is no config, or it has a family or feature that is not served; the message names it.
+        ConfigError: there is no config, or the config has a family or feature that is not served, named in the message.
     """
     if is_native(folder):
         _refuse_original(folder)
@@ -109,7 +109,7 @@ def read_target(folder: str) -> TargetArch:
 def outline(folder: str) -> TargetArch | None:
     """Return what a draft must know (width, vocabulary, number of layers) of a target with recurrent-state layers.
 
-    Such a target is recognised but not served. None for any other folder.
+    A target with such layers is recognised but not served. For any other folder, return None.
 
     Raises:
         ConfigError: the config lacks one of these values.

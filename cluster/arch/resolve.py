@@ -20,10 +20,10 @@ from cluster.config.tree_shape import DEFAULT_NUM_STEPS, TreeShape, tree_shape
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModels:
-    """The target, its draft and the shape of the draft's tree. Without a draft, decoding is plain.
+    """The target, its draft and the shape of the draft's tree. If `draft` is None, decoding is plain.
 
     `config` holds the settings, completed by values that follow from the draft. `sample` is the recorded output in the
-    draft's folder (`draft_sample.json`), or None.
+    draft's folder (`draft_sample.json`), or None if there is no such file.
     """
 
     config: EngineConfig
@@ -34,18 +34,18 @@ class ResolvedModels:
 
     @property
     def draft_is_sharded(self) -> bool:
-        """Whether each rank of a gang holds only a part of the draft, as it does of the target."""
+        """Whether each rank of a gang holds only a part of the draft, as is always so for the target."""
         return self.config.speculative_draft_parallel == "sharded"
 
     @property
     def experts(self) -> tuple[Moe | None, Moe | None]:
-        """The experts of the target and of the draft; None for a model without experts."""
+        """The experts of the target and of the draft. A model without experts has None."""
         of_draft = () if self.draft is None else (layer.geometry for layer in self.draft.layers)
         return experts_of(self.target.layers), experts_of(of_draft)
 
     @property
     def runners(self) -> int:
-        """Length of the draft runner list: one runner that drafts every level, or one per level."""
+        """Length of the draft runner list: one runner that drafts every level, or one per level. 0 without a draft."""
         return 0 if self.draft is None else min(self.draft.runners, max(1, self.shape.num_steps))
 
 
@@ -94,7 +94,7 @@ def check_models(config: EngineConfig) -> ResolvedModels:
 
 
 def check_heads(geometry: LayerGeometry, ranks: int) -> None:
-    """Raise if attention cannot be split over `ranks` ranks. KV heads are replicated if there are fewer than ranks.
+    """Raise if attention cannot be split over `ranks` ranks. Fewer KV heads than ranks are replicated.
 
     Raises:
         ConfigError: the heads cannot be divided; the message gives both numbers.
@@ -108,7 +108,7 @@ def check_heads(geometry: LayerGeometry, ranks: int) -> None:
 
 
 def check_parts(ep_size: int, *models: Moe | None) -> None:
-    """Raise if some of the `ep_size` expert-parallel parts would hold no expert. A model is None if it has no experts.
+    """Raise if some of the `ep_size` expert-parallel parts would hold no expert. Models without experts are None.
 
     Raises:
         ConfigError: the message says which `ep_size` is possible.
@@ -121,7 +121,9 @@ def check_parts(ep_size: int, *models: Moe | None) -> None:
 
 
 def _settled(config: EngineConfig, draft: DraftSpec) -> EngineConfig:
-    """Return the settings with the draft's algorithm and, if no depth is set, a depth that its MTP layers can draft."""
+    """Return the settings with the draft's algorithm. If no depth is set, the depth becomes one that MTP layers can
+    draft.
+    """
     given = config.speculative_algorithm
     fits = ("NEXTN", "EAGLE") if draft.kind == "mtp" else (draft.algorithm,)
     if given is not None and given not in fits:

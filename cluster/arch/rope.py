@@ -14,9 +14,9 @@ KINDS = ("default", "dynamic", "linear", "llama3", "yarn")
 class Yarn(NamedTuple):
     """YaRN (arXiv 2309.00071): frequencies that turn less than `beta_slow` times over `length` are divided by `factor`.
 
-    Frequencies that turn more than `beta_fast` times are kept; those in between are blended. `length` is the original
-    context length. `attention` multiplies cos and sin, and includes a config's `attn_factor` (as in vLLM and SGLang;
-    `transformers` has no such key). `truncate` rounds the blended range to whole dimensions.
+    Frequencies that turn more than `beta_fast` times are kept; frequencies between the two limits are blended. `length`
+    is the original context length. `attention` multiplies cos and sin, and includes a config's `attn_factor` (as in
+    vLLM and SGLang; `transformers` has no such key). `truncate`: the blended range is rounded to whole dimensions.
     """
 
     factor: float
@@ -32,8 +32,9 @@ class Rope:
     """Rotary embedding in the half-split (neox) layout, with at most one kind of scaling.
 
     `llama3` is (factor, low, high, original length). `linear` divides every frequency. `dynamic` is (factor, length):
-    from position `length` on, frequencies decrease with the position, as `transformers` computes them for a text that
-    ends there. `partial`: the share of a head's dimensions, its first ones, that is rotated.
+    from position `length` on, frequencies decrease with the position; a position has the frequencies that
+    `transformers` uses for a text that ends at that position. `partial` is the share of a head's dimensions, from the
+    first on, that is rotated.
     """
 
     theta: float
@@ -44,10 +45,10 @@ class Rope:
     dynamic: tuple[float, int] | None = None
 
     def longest(self, positions: int) -> int:
-        """Return the maximum number of positions if the config states `positions`, as in vLLM.
+        """Return the maximum number of positions, as in vLLM, if the config states `positions`.
 
-        Linear and dynamic scaling multiply that number by their factor. YaRN extends its original length, and configs
-        need not state the result.
+        Linear and dynamic scaling multiply `positions` by their factor. YaRN multiplies its original length, because
+        `positions` need not include the extension; the larger of both counts.
         """
         if self.yarn is not None:
             return max(positions, int(self.yarn.factor * self.yarn.length))
@@ -58,12 +59,12 @@ def rope_of(keys: ConfigKeys, theta: float = 10000.0, layer_type: str | None = N
     """Return the rotary embedding that the config asks for; `theta` is the base if the config has none.
 
     `layer_type` picks one entry of a config that lists embeddings by layer type. Both spellings are read: `rope_theta`
-    with `rope_scaling`, and `rope_parameters`. With both, `rope_scaling` decides the scaling, since users add that one.
-    `partial`: the family may rotate only a part of each head (`partial_rotary_factor`); in other families the meaning
-    of that key is not defined, so it is refused.
+    with `rope_scaling`, and `rope_parameters`. If a config has both, `rope_scaling` decides, since users add that key.
+    `partial`: the family may rotate only a part of each head (`partial_rotary_factor`); in other families that key has
+    no defined meaning and is refused.
 
     Raises:
-        ConfigError: a scaling or factor is not served, or a key that it needs is missing.
+        ConfigError: a scaling or factor is not served, or a key that the scaling needs is missing.
     """
     scaling = scaling_of(keys, layer_type)
     if several := [name for name, given in scaling.data.items() if isinstance(given, Mapping)]:
@@ -89,38 +90,39 @@ def rope_of(keys: ConfigKeys, theta: float = 10000.0, layer_type: str | None = N
         factor, low, high = _required(scaling, kind, "factor", "low_freq_factor", "high_freq_factor")
         return Rope(theta, (factor, low, high, original_length(keys, layer_type)), partial=share)
     if kind == "yarn":
-        length = original_length(keys, layer_type)
-        if scaling.data.get("factor") is None and length != longest_of(keys):
-            # how DeepSeek-V3's config implies the factor; `transformers` reads it so too
-            factor = longest_of(keys) / length
-        else:
-            factor = _required(scaling, kind, "factor")[0]
-        both = scaling.data.get("mscale") and scaling.data.get("mscale_all_dim")
-        attention = mscale(factor, 1.0)
-        if both:
-            attention = mscale(factor, scaling.number("mscale", 1.0)) / mscale(
-                factor, scaling.number("mscale_all_dim", 1.0)
-            )
-        attention *= scaling.number("attn_factor", 1.0)
-        return Rope(
-            theta,
-            yarn=Yarn(
-                factor,
-                scaling.number("beta_fast", 32.0),
-                scaling.number("beta_slow", 1.0),
-                length,
-                scaling.flag("truncate", True),
-                scaling.number("attention_factor", attention),
-            ),
-            partial=share,
-        )
+        return Rope(theta, yarn=_yarn(keys, scaling, layer_type), partial=share)
     raise ConfigError(
         f"{keys.file} of {keys.where!r}: rope_scaling type {kind!r} is not served; known: {', '.join(KINDS)}"
     )
 
 
+def _yarn(keys: ConfigKeys, scaling: ConfigKeys, layer_type: str | None) -> Yarn:
+    """Return YaRN's numbers as `scaling` gives them."""
+    length = original_length(keys, layer_type)
+    if scaling.data.get("factor") is None and length != longest_of(keys):
+        # DeepSeek-V3's config implies the factor in this way; `transformers` reads the config so too
+        factor = longest_of(keys) / length
+    else:
+        factor = _required(scaling, "yarn", "factor")[0]
+    attention = mscale(factor, 1.0)
+    if scaling.data.get("mscale") and scaling.data.get("mscale_all_dim"):
+        whole = mscale(factor, scaling.number("mscale_all_dim", 1.0))
+        attention = mscale(factor, scaling.number("mscale", 1.0)) / whole
+    attention *= scaling.number("attn_factor", 1.0)
+    return Yarn(
+        factor,
+        scaling.number("beta_fast", 32.0),
+        scaling.number("beta_slow", 1.0),
+        length,
+        scaling.flag("truncate", True),
+        scaling.number("attention_factor", attention),
+    )
+
+
 def scaling_of(keys: ConfigKeys, layer_type: str | None = None) -> ConfigKeys:
-    """Return the config's scaling, completed from `rope_parameters`; that of one layer type if listed by type."""
+    """Return the config's scaling, completed from `rope_parameters`. If scaling is listed by layer type, return that of
+    `layer_type`.
+    """
     new, old = keys.section("rope_parameters"), keys.section("rope_scaling")
     if layer_type is not None:
         new, old = (one.section(layer_type) if layer_type in one.data else one for one in (new, old))
@@ -132,8 +134,8 @@ def scaling_of(keys: ConfigKeys, layer_type: str | None = None) -> ConfigKeys:
 def original_length(keys: ConfigKeys, layer_type: str | None = None) -> int:
     """Return the context length that a scaling starts from, by the rules of `transformers`.
 
-    A key at the top of the config comes first, unless scaling is listed by layer type; then the scaling's own key; then
-    `max_position_embeddings`.
+    The first key that exists decides: the key at the top of the config (ignored if scaling is listed by layer type),
+    the scaling's own key, `max_position_embeddings`.
     """
     name = "original_max_position_embeddings"
     by_type = layer_type is not None and any(

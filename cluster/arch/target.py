@@ -17,11 +17,12 @@ from cluster.config import ConfigError
 class TargetArch:
     """A target: its layers, its vocabulary, its end tokens, and the names of its tensors.
 
-    `embed_scale` multiplies the embedding's rows; `softcap` c maps logits to c * tanh(x / c). `names` are (pattern,
-    replacement) pairs, applied in order, from the names that layers use to the checkpoint's. `ignored` are patterns of
-    stored tensors that the target does not use (a vision tower, an MTP draft). `query_scaling` (length, beta): queries
-    at position p are multiplied by 1 + beta log(1 + p // length). `max_position`: the maximum number of tokens of a
-    text, by the config.
+    - `tied`: the head is the embedding.
+    - `max_position`: the maximum number of tokens of a text, by the config.
+    - `embed_scale` multiplies the embedding's rows. `softcap` c maps logits x to c * tanh(x / c).
+    - `names`: (pattern, replacement) pairs that map our tensor names to the checkpoint's, applied in order.
+    - `ignored`: patterns of stored tensors that the target does not use (a vision tower, an MTP draft).
+    - `query_scaling` (length, beta): queries at position p are multiplied by 1 + beta log(1 + p // length).
     """
 
     family: str
@@ -60,7 +61,7 @@ class TargetArch:
 
 
 def target_of(keys: ConfigKeys, family: str, layers: tuple[LayerGeometry, ...], **own: Any) -> TargetArch:
-    """Return the target with these layers. Keys common to all configs are read here; `own` are the family's own values.
+    """Return the target with these layers. Keys common to all configs are read here; `own` has values of the family.
 
     Raises:
         ConfigError: the layers cannot share a KV pool, or a config value has the wrong type.
@@ -80,8 +81,8 @@ def target_of(keys: ConfigKeys, family: str, layers: tuple[LayerGeometry, ...], 
 
 
 def end_tokens(folder: str, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return all end tokens that generation_config.json, config.json and the tokenizer's config name. Often one of them
-    lacks the token that ends the model's turns; SGLang takes all three as well.
+    """Return all end tokens that generation_config.json, config.json and the tokenizer's config name. Often one of the
+    three files lacks the token that ends the model's turns; SGLang reads all three as well.
     """
     found: dict[int, None] = {}
     for data in (_beside(folder, "generation_config.json"), config):
@@ -126,8 +127,9 @@ def _added_tokens(path: Path) -> list[Any]:
 
 
 def _longest(keys: ConfigKeys, layers: tuple[LayerGeometry, ...]) -> int:
-    """Return the maximum text length: what the config states, as extended by rope scaling. With dual chunk attention
-    (Qwen2.5-1M), only the length at which that equals plain attention: a chunk minus its local part.
+    """Return the maximum text length: the config's length, as extended by rope scaling. A model with dual chunk
+    attention (Qwen2.5-1M) is limited to a chunk minus its local part: up to that length, dual chunk attention equals
+    plain attention.
     """
     longest = max(layer.rope.longest(longest_of(keys)) for layer in layers)
     chunks = keys.section("dual_chunk_attention_config")

@@ -1,1 +1,1 @@
-"""The one attention primitive: q rows over committed pages plus a window under an ancestor mask."""
+"""The attention primitive: query rows over committed pages plus a window under an ancestor mask. One backend a file."""

@@ -1,4 +1,4 @@
-"""Who sees whom within a window, as bits: bit j % 32 of a row's word j // 32 says whether it sees window slot j."""
+"""Ancestor masks of a window as bits: bit j % 32 of word j // 32 of a row is set if the row sees window slot j."""
 
 from functools import cache
 
@@ -10,14 +10,14 @@ WORD = 32
 
 
 def words(width: int) -> int:
-    """How many words hold `width` bits."""
+    """Return the number of words that hold `width` bits."""
     return -(-width // WORD)
 
 
 def packed(visible: Tensor) -> Tensor:
-    """The bits `[.., ceil(w / 32)]` int32 of a mask `[.., w]` of what each row sees."""
+    """Pack a visibility mask `[.., w]` to bits `[.., ceil(w / 32)]`, int32."""
     width = visible.shape[-1]
-    if width <= WORD:
+    if width <= WORD:  # the usual case takes fewer operators; with bit 31 the sum wraps to the right negative number
         return (visible * _places(width, visible.device)).sum(-1, keepdim=True, dtype=torch.int32)
     padded = F.pad(visible.to(torch.int64), (0, -width % WORD)).view(*visible.shape[:-1], words(width), WORD)
     numbers: Tensor = padded << torch.arange(WORD, device=visible.device)
@@ -25,7 +25,7 @@ def packed(visible: Tensor) -> Tensor:
 
 
 def visible_in(bits: Tensor, width: int) -> Tensor:
-    """The mask `[.., w]` that `bits` `[.., ceil(w / 32)]` stand for."""
+    """Unpack `bits` `[.., ceil(w / 32)]` to the visibility mask `[.., w]`."""
     if width <= WORD:
         return (bits & _places(width, bits.device)) != 0
     return (bits[..., None] & _places(WORD, bits.device) != 0).flatten(-2)[..., :width]
@@ -33,22 +33,25 @@ def visible_in(bits: Tensor, width: int) -> Tensor:
 
 @cache
 def _places(count: int, device: torch.device) -> Tensor:
-    """The numbers of the first `count` bits of a word, int32."""
+    """Return the values 2 ** j of the first `count` bits of a word, int32; 2 ** 31 wraps to the lowest int32."""
     return (1 << torch.arange(count, device=device)).to(torch.int32)
 
 
 @cache
 def line_bits(rows: int, width: int, device: torch.device) -> Tensor:
-    """The bits `[1, rows, words]` of the last `rows` of `width` rows in a line: each sees itself and all before it."""
+    """Return the bits `[1, rows, words]` of the last `rows` of a chain of `width`: each sees itself and all before it.
+
+    Cached, so that `Visibility.of` recognises a chain by identity.
+    """
     return packed(in_line(rows, width, device))
 
 
 @cache
 def own_bits(start: int, rows: int, width: int, device: torch.device) -> Tensor:
-    """The bits `[1, rows, words]` of rows that see nothing but their own slot: slot `start` and the next ones."""
+    """Return the bits `[1, rows, words]` of rows that each see only their own window slot: `start`, `start` + 1, ..."""
     return packed(torch.eye(width, dtype=torch.bool, device=device)[None, start : start + rows])
 
 
 def in_line(rows: int, width: int, device: torch.device) -> Tensor:
-    """The mask `[1, rows, width]` of `line_bits`."""
+    """Return the mask `[1, rows, width]` that `line_bits` packs: row i sees slots 0 to width - rows + i."""
     return torch.ones(1, rows, width, dtype=torch.bool, device=device).tril_(width - rows)

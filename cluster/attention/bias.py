@@ -1,7 +1,8 @@
-"""What each row sees as a bias, 0 where it may look and minus infinity where not: the torch twin's private form.
+"""Visibility as an additive bias, 0 for visible cells and -inf for masked ones. Used by the torch backend only.
 
-A cell's label is its position. A row sees its request's committed tokens and, of the window, its ancestors and itself:
-one cell for each position up to its own. So sliding windows, and the first label that is seen, follow from the bits.
+The label of a cell is its position in the sequence. A row sees its request's committed tokens and, in the window, its
+ancestors and itself: one cell for each position up to its own. So the labels, and with them sliding windows and the
+limit `first`, can be computed from the bits.
 """
 
 from dataclasses import dataclass
@@ -16,21 +17,21 @@ MASKED = float("-inf")
 
 
 def bias_of(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bias of a mask of what each row sees, of the same shape."""
+    """Return the bias of a visibility mask, in the mask's shape."""
     return torch.where(visible, *_either(dtype, visible.device))
 
 
 @cache
 def _either(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The bias of what is seen, and of what is not."""
+    """Return the scalar biases of a visible and of a masked cell. Cached, so that a step creates no scalars."""
     return torch.zeros((), dtype=dtype, device=device), torch.full((), MASKED, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True)
 class Visibility:
-    """What q rows of each of R requests see: of the window's w slots what `visible` `[R or 1, q, w]` says, and all
-    committed tokens; but rows at label `first` and above see nothing below it. `bias` is that of `visible`; `whole`
-    says that it is 0 everywhere.
+    """What q rows of each of R requests see: all committed tokens, and the window slots in the mask `visible`
+    `[R or 1, q, w]`. Rows at label `first` and above see no label below `first`. `bias` is the bias of `visible`;
+    `whole` is True only if that bias is 0 everywhere.
     """
 
     visible: Tensor
@@ -40,7 +41,7 @@ class Visibility:
 
     @staticmethod
     def of(bits: Tensor, width: int, first: int, dtype: torch.dtype) -> "Visibility":
-        """By bits `[R or 1, q, ceil(w / 32)]`; those of rows in a line are known, so that a chain pays nothing."""
+        """Return the visibility for tree `bits` `[R or 1, q, ceil(w / 32)]`. Masks of chains are cached."""
         rows, device = bits.shape[1], bits.device
         if bits is line_bits(rows, width, device):
             return Visibility(*_line(rows, width, dtype, device), first, rows == 1)
@@ -49,21 +50,25 @@ class Visibility:
 
     @staticmethod
     def text(rows: int, first: int, dtype: torch.dtype, device: torch.device) -> "Visibility":
-        """Rows of a text."""
+        """Return the visibility of the rows of a prompt chunk: each sees the chunk's rows up to itself."""
         visible = in_line(rows, rows, device)
         return Visibility(visible, bias_of(visible, dtype), first)
 
     def narrows(self, sliding_window: int | None) -> bool:
-        """Whether a row may see less than all committed tokens."""
+        """Return whether the sliding window or `first` may hide committed tokens from a row."""
         return sliding_window is not None or self.first > 0
 
     def narrowed(self, labels: Tensor, lens: Tensor, sliding_window: int | None) -> Tensor:
-        """The bias `[R, q, P + w]` over cells with `labels` `[R, P]`, -1 where nobody looks, then over the window;
-        `lens` `[R]` tokens are committed.
+        """Return the bias `[R, q, P + w]` with the sliding window and `first` applied. The P cells have the `labels`
+        `[R, P]` (-1 for padding); w window slots follow. `lens` `[R]` tokens are committed.
         """
+        # If slot j is the depth-th visible slot of a row, its label is lens + depth - 1. A row's last visible slot is
+        # the row itself, so the last column has the row's own label. Labels of masked slots are not used.
         depth = self.visible.cumsum(-1)
-        label = lens[:, None, None] + depth - 1  # of the window's slots, where a row sees them
+        label = lens[:, None, None] + depth - 1
         own = label[..., -1:]
+        # The lowest label that the row sees: own - window + 1, and `first` for rows at `first` or above. It is never
+        # below 0, so padding cells, labelled -1, are always masked.
         low = torch.zeros_like(own) if sliding_window is None else (own - (sliding_window - 1)).clamp_(min=0)
         if self.first:
             low = torch.where(own >= self.first, low.clamp(min=self.first), low)
@@ -72,6 +77,6 @@ class Visibility:
 
 @cache
 def _line(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The mask and the bias of `line_bits`."""
+    """Return the mask and the bias of `line_bits`."""
     visible = in_line(rows, width, device)
     return visible, bias_of(visible, dtype)

@@ -1,6 +1,7 @@
-"""The attention primitive in C, for a CPU: reads the page table and the pages themselves, and copies nothing.
+"""The attention primitive in C, for a CPU. It reads the page table and the pages in place, without copies.
 
-It must equal `TorchAttention`; beyond that a row's bits depend only on what it sees (`kernels/attend/attend.c`).
+Its results equal those of `TorchAttention` up to rounding. In addition, the exact bits of a row depend only on the
+cells that the row sees, not on the batch or the tree (`kernels/attend/attend.c`).
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ NUMBERS = (
 
 
 class AttendArguments(Structure):
-    """`struct aerie_attend`."""
+    """The C struct `aerie_attend`, field by field."""
 
     _fields_ = (
         *((name, c_void_p) for name in POINTERS),
@@ -38,7 +39,7 @@ class AttendArguments(Structure):
 
 
 class CAttention:
-    """Attends over one runner's pool, with the function of a `library`."""
+    """Attention over one runner's pool, by the C function of a `library`."""
 
     def __init__(
         self,
@@ -50,10 +51,10 @@ class CAttention:
         value_dim: int | None,
         library: Library,
     ) -> None:
-        """See `TorchAttention`; the pool is of float64, float32 or bfloat16."""
+        """Bind to a pool of float64, float32 or bfloat16. The arguments are as in `TorchAttention`."""
         parts, kv_heads, size = pool.cell
         self._run = library.functions["attend", pool.dtype]
-        self._pool, self._pages = pool, table.device_pages  # what `_fixed` points to has to live as long
+        self._pool, self._pages = pool, table.device_pages  # keeps alive the memory that `_fixed` points to
         self._windows = [window or 0 for window in sliding_windows or (None,) * pool.layers]
         self._heads, self._value_dim = heads, size if value_dim is None else value_dim
         self._fixed: dict[str, Any] = {
@@ -68,11 +69,11 @@ class CAttention:
             "coded": 0 if pool.coded is None else pool.coded.nbytes,
             "scale": size**-0.5 if scale is None else scale,
         }
-        self._held: list[Tensor] = []  # what `_bound` points to
+        self._held: list[Tensor] = []  # keeps alive the tensors that `_bound` points to
         self._bound = AttendArguments()
 
     def prepare(self, bounds: HostBounds) -> None:
-        """A step within these bounds begins; they are not needed."""
+        """Begin a step. The C kernel reads lengths from the tensors themselves, so it needs no bounds."""
 
     def bind(self, seen: AttentionMetadata) -> None:
         """Use `seen` for the calls of the next forward."""
@@ -82,7 +83,7 @@ class CAttention:
             bits = with_rows_whole(tree.bits)
             given |= {"tree_rows": tree.rows, "tree_lens": tree.lens, "bits": bits}
             bound.requests, (_, bound.each, bound.words) = tree.rows.shape[0], bits.shape
-            bound.bits_stride = 0 if bits.shape[0] == 1 else bits.stride(0)
+            bound.bits_stride = 0 if bits.shape[0] == 1 else bits.stride(0)  # 0: all requests share one mask
         if (text := seen.text) is not None:
             given |= {"text_rows": text.rows, "text_starts": text.starts, "indptr": text.indptr}
             bound.chunks = text.rows.shape[0]
@@ -92,10 +93,10 @@ class CAttention:
         self._bound = bound
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """q `[T, nh, d]`, kv `[T, 2, nkv, d]` or `[T, 1, 1, d]` -> `[T, nh * dv]`; writes kv first."""
+        """Write kv `[T, 2, nkv, d]` or `[T, 1, 1, d]` to the pool, then attend q `[T, nh, d]` -> `[T, nh * dv]`."""
         q, kv = fitting(q, kv, self._pool)
         out = q.new_empty(q.shape[0], self._heads * self._value_dim)
-        given = AttendArguments.from_buffer_copy(self._bound)
+        given = AttendArguments.from_buffer_copy(self._bound)  # a recorded call keeps its own arguments
         given.memory, given.q, given.kv = self._pool.kv[layer].data_ptr(), q.data_ptr(), kv.data_ptr()
         given.sinks = None if sinks is None else sinks.data_ptr()
         given.out, given.window = out.data_ptr(), self._windows[layer]

@@ -1,7 +1,8 @@
-"""Where the cells of some requests lie, from the page table: as slots for an index, or on a CPU as slices of the pool.
+"""Locations of the cells of some requests, from the page table: slots for an index or, on a CPU, slices of the pool.
 
-Pages are handed out lowest first, so a long prompt mostly lies in one run of consecutive slots, which attention can
-read where it lies. On a CPU that is worth a look at the table; a GPU would have to wait for it, and gathers always.
+Pages are allocated lowest first, so a long prompt is mostly one run of consecutive slots, which attention can read in
+place. On a CPU it pays to look at the page table to find such runs. On a GPU the host would have to wait for the table,
+so there cells are always gathered by index.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,34 +16,40 @@ from cluster.attention.bias import MASKED
 from cluster.kv.page_table import PageTable
 
 LARGE = 1 << 24
-"""Bytes of one layer from which on requests are read one by one. A smaller copy of all of them stays in a processor's
-caches, and one call is faster than many. From 32 MB on the copy alone takes four times as long as attention: every
-call then gets its memory anew from the system."""
+"""If the cells of all requests have this many bytes or more in one layer, requests are read one by one. A smaller copy
+of all requests stays in the CPU's caches, and one call is faster than many. From 32 MB on, the copy alone takes four
+times as long as attention, because each call then gets new memory from the operating system."""
 LONG = 1 << 22
-"""Bytes of one layer from which on a request that does not lie in one run is read in pieces, not copied."""
+"""A request of several runs with this many bytes or more in one layer is read in pieces instead of copied."""
 RUN = 1 << 18
-"""Bytes of one layer from which on a run of slots is a piece of its own. A smaller one is copied together with what
-lies about it, which costs less than products of its own."""
+"""A run of slots with this many bytes or more is read in place, as a piece. Shorter runs are copied together with their
+neighbours, which costs less than separate matrix products."""
 
 
 class CellPiece(NamedTuple):
-    """`length` cells of each of some requests, in order of position: a slice of the pool, or slots `[R * length]`."""
+    """`length` cells of each of R requests in order of position. `read` is a pool slice (only if R is 1), or the slots
+    `[R * length]`.
+    """
 
     read: slice | Tensor
     length: int
 
 
 def look(numbers: Tensor) -> list[Any] | None:
-    """On a CPU, what lengths or pages `numbers` are; None on a GPU. The only place where attention asks the device."""
+    """Return the values of a tensor of lengths or pages; None if it is on a GPU, where reading would wait.
+
+    This is the only place where attention reads tensors on the host.
+    """
     return numbers.tolist() if numbers.is_cpu else None
 
 
 class RequestCells:
-    """The cells of R >= 1 requests: of their committed tokens, and of `more` slots after them.
+    """The cells of R >= 1 requests: their committed tokens, and up to `more` window slots after them.
 
-    `lens` `[R]` tokens are committed, at most `longest`. Beyond its own count a request reads its own first slot after
-    them, masked, which is written before it is read. It never reads memory of others, for which a bias would not be
-    enough, as 0 * NaN is NaN. Of the slots after them the first `written` `[R]` are read, all if that is None.
+    `lens` `[R]` tokens are committed, at most `longest`. Padding beyond a request's own length reads the request's own
+    first window slot, masked. That slot is always written before it is read. A request must not read memory of other
+    requests even if masked, because a weight of 0 does not remove NaN (0 * NaN = NaN). `written` `[R]` is the number of
+    window slots of each request that are written; slots after these are not read. If it is None, all are written.
     """
 
     def __init__(
@@ -59,16 +66,17 @@ class RequestCells:
         self._pieces: dict[tuple[int, int, int, bool], list[CellPiece]] = {}
 
     def apart(self, width: int, cell: int) -> bool:
-        """Whether requests are better read one by one, with `width` slots after them and `cell` bytes a token."""
+        """Return whether requests of `width` window slots and `cell` bytes per token should be read one by one."""
         if self.counts is None:
             return False
         return len(self.counts) == 1 or len(self.counts) * (self.longest + width) * cell >= LARGE
 
     def slots(self, width: int) -> Tensor:
-        """The slots `[R, P + width]` of the committed tokens, padded to P, then of `width` after them."""
+        """Return the slots `[R, P + width]`: committed tokens padded to P = `longest`, then `width` window slots."""
         if self._slots is None:
             after = torch.arange(self._more, device=self.lens.device)
             found = self._table.first_slots(self.rows, self.longest + self._more)
+            # Window slot j of request r is at position lens[r] + j. Padding becomes the request's first window slot.
             window = found.gather(1, (self.lens[:, None] + after).clamp_(max=found.shape[1] - 1))
             if self._written is not None:
                 window = torch.where(after < self._written[:, None], window, window[:, :1])
@@ -78,13 +86,13 @@ class RequestCells:
 
     @property
     def beyond(self) -> Tensor:
-        """Which of the positions `[R, P]` from 0 on hold no committed token."""
+        """The mask `[R, P]` of padding: positions at or after a request's committed length."""
         if self._beyond is None:
             self._beyond = torch.arange(self.longest, device=self.lens.device) >= self.lens[:, None]
         return self._beyond
 
     def bias(self, dtype: torch.dtype) -> Tensor:
-        """The bias `[R, 1, P + W]` of rows that see all committed tokens and the whole window."""
+        """Return the bias `[R, 1, P + more]` that masks only the padding."""
         if self._bias is None:
             shape = (*self.lens.shape, 1, self.longest + self._more)
             self._bias = torch.zeros(shape, dtype=dtype, device=self.lens.device)
@@ -92,8 +100,10 @@ class RequestCells:
         return self._bias
 
     def labels(self, apart: bool) -> Tensor:
-        """The position `[R, P]` of each committed token, padded with -1 to P: at the end, or at the front if requests
-        are read one by one, so that the last of a row's cells are one request's own.
+        """Return the positions `[R, P]` of the committed tokens, padded with -1 to P.
+
+        The padding is at the end, as in `slots`. If requests are read one by one (`apart`), the padding is at the
+        front, so that a read of L < P + w cells matches the last L columns of the bias.
         """
         number = torch.arange(self.longest, device=self.lens.device)
         if apart:
@@ -101,10 +111,11 @@ class RequestCells:
         return number.masked_fill(self.beyond, -1)
 
     def pieces(self, at: int, width: int, cell: int, several: bool) -> list[CellPiece]:
-        """How request `at` is read alone: its committed tokens and `width` slots after them, `cell` bytes a token.
+        """Return the pieces by which request `at` is read alone: committed tokens, then `width` window slots.
 
-        A single run is a slice. Otherwise, if the request is `LONG` and `several` pieces may be, each `RUN` is a slice,
-        and what lies between them is copied.
+        A token has `cell` bytes. A request in one run is one slice. A request of several runs is copied as one piece,
+        unless it has `LONG` bytes or more and `several` pieces are allowed. Then each run of `RUN` bytes or more is a
+        slice, and the cells between these runs are copied.
         """
         assert self.counts is not None
         key = (at, width, cell, several)
@@ -128,7 +139,9 @@ class RequestCells:
 
 
 class Span(NamedTuple):
-    """Positions `first` to `last - 1` of a request, which lie in the slots from `start` on; None: in no order."""
+    """Positions `first` to `last - 1` of a request. They are in consecutive slots from `start` on; if `start` is None,
+    the slots are not consecutive.
+    """
 
     first: int
     last: int
@@ -136,10 +149,14 @@ class Span(NamedTuple):
 
 
 def spans_of(pages: Sequence[int], size: int, least: int | None) -> Iterator[Span]:
-    """What lies in `pages` of `size`: runs of `least` slots or more (None: of all), and what is between them."""
+    """Yield the runs of at least `least` slots in `pages` of `size` tokens, and the spans between them, in order.
+
+    If `least` is None, yield all pages as one span. It has a start only if all pages are consecutive.
+    """
+    # Indices at which a run of consecutive page numbers ends.
     ends = [at for at, (page, after) in enumerate(pairwise(pages), 1) if after != page + 1]
     ends.append(len(pages))
-    loose = begin = 0  # pages before `loose` are in a span
+    loose = begin = 0  # pages before `loose` are already in a yielded span
     for end in ends:
         if len(ends) == 1 or (least is not None and (end - begin) * size >= least):
             if loose < begin:

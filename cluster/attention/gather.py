@@ -1,7 +1,8 @@
-"""From what attention is told to what the torch twin reads: cells, and a bias over them, in parts of equal rows.
+"""Turns `AttentionMetadata` into calls of the torch backend. A call has the cells of requests with the same number of
+rows, and a bias over these cells.
 
-One `Gather` serves all runners of a rank, as they share the page table: what a step's phases have in common is made
-once a step.
+One `Gather` serves all runners of a rank, as they share the page table. What the phases of a step have in common is
+computed once a step.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -16,13 +17,13 @@ from cluster.batch import AttentionMetadata, HostBounds, PromptRows, TreeRows
 from cluster.kv.page_table import PageTable
 
 MOST_ROWS = 256
-"""Query rows of a kv head with which a request may be read in several pieces: their scores are all kept at once."""
+"""A request with more query rows per KV head is not read in pieces, because then all scores are in memory at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatherSpec:
-    """What reads: `cell` bytes a token in one layer, `repeat` query heads on each kv head, in the dtype of its biases.
-    `windows` are the sliding windows that occur, None for full attention.
+    """Facts about a runner's layers: `cell` bytes of a token in one layer, `repeat` query heads for each KV head, the
+    `dtype` of biases, and the sliding `windows` that occur (None: full attention).
     """
 
     cell: int
@@ -31,18 +32,20 @@ class GatherSpec:
     windows: Collection[int | None]
 
     def may_part(self, rows: int) -> bool:
-        """Whether a request of so many rows may be read in pieces: half precision would lose some in the scores."""
+        """Return whether a request of `rows` rows may be read in pieces. Not in half precision, where the scores of
+        pieces would be rounded more than those of a single call.
+        """
         return self.repeat * rows <= MOST_ROWS and self.dtype in (torch.float32, torch.float64)
 
 
 @dataclass(slots=True)
 class AttentionCall:
-    """R requests with q rows each that are attended in one call. `rows` are batch rows: a slice where they lie
-    together, else an index `[R * q]`.
+    """One attention call: R requests with q rows each. `rows` are their batch rows: a slice if contiguous, else an
+    index `[R * q]`.
 
-    `pieces` are read one after the other; if R > 1 it is one. `biases` by sliding window are `[R or 1, q, c]`, over the
-    last c cells; all cells before them are seen, or all if it is None. `back`, when set, picks the real rows out of the
-    padded `[R * q]` ones, in batch order.
+    `pieces` hold the cells in order of position; with R > 1 there is one piece. `biases` maps a sliding window to a
+    bias `[R or 1, q, c]` over the last c cells; all rows see the cells before these. A bias of None means that all rows
+    see all cells. If `back` is set, it selects the real rows out of the padded `[R * q]`, in batch order.
     """
 
     requests: int
@@ -55,9 +58,10 @@ class AttentionCall:
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Prompt chunks in order of length, of `counts` rows each, from row `begin` of the text on.
+    """Prompt chunks of `counts` rows, sorted by length, that are attended together. They start at prompt row `begin`.
 
-    If they are not all of one length, `rows` and `back` are those of `AttentionCall`, from the text's row 0.
+    If their lengths differ, they are padded to the longest: `rows` and `back` are as in `AttentionCall`, with `rows`
+    counted from prompt row 0.
     """
 
     begin: int
@@ -67,7 +71,7 @@ class Chunks:
     back: Tensor | None = None
 
     def parts(self, at: int, first: int, reader: GatherSpec) -> list[AttentionCall]:
-        """Their parts, in a batch where the text begins at row `at`; `first` as in `AttentionMetadata`."""
+        """Return the calls for these chunks. Prompt rows begin at batch row `at`; `first`: see `AttentionMetadata`."""
         cells, q = self.cells, self.counts[-1]
         if cells.apart(q, reader.cell):
             return list(self._apart(at + self.begin, first, reader))
@@ -88,26 +92,26 @@ class Chunks:
 
 
 class Gather:
-    """Makes parts, by the page table of a rank."""
+    """Makes the attention calls of a rank's forwards from its page table."""
 
     def __init__(self, table: PageTable, window: int) -> None:
-        """`window` are the slots that a decoding request may write in a step where nothing is forced."""
+        """`window`: slots that a decoding request may write in a step without forced tokens."""
         self.table, self._window = table, window
         self.prepare(HostBounds())
 
     @property
     def device(self) -> torch.device:
-        """Where the page table lies, and so must pools."""
+        """The device of the page table; pools must be on the same one."""
         return self.table.device_pages.device
 
     def prepare(self, bounds: HostBounds) -> None:
-        """A step begins: its bounds are these, and lengths and pages are others than before."""
+        """Begin a step with these bounds, and drop what was computed from the last step's lengths and pages."""
         self._bounds = bounds
         self._tree: tuple[TreeRows, RequestCells] | None = None
         self._text: tuple[PromptRows, list[Chunks]] | None = None
 
     def parts(self, seen: AttentionMetadata, reader: GatherSpec) -> list[AttentionCall]:
-        """The parts that cover the batch rows in order."""
+        """Return the calls that cover the batch rows in order: those of the tree, then those of prompt chunks."""
         parts, rows = [], 0
         if seen.tree is not None and seen.tree.lens.shape[0]:
             parts += self._of_tree(seen.tree, seen.first, reader)
@@ -118,6 +122,7 @@ class Gather:
         return parts
 
     def _of_tree(self, tree: TreeRows, first: int, reader: GatherSpec) -> list[AttentionCall]:
+        # The same tensors mean the same requests, so draft levels, verify and extend share one `RequestCells`.
         if self._tree is None or self._tree[0].lens is not tree.lens or self._tree[0].rows is not tree.rows:
             window = self._window + self._bounds.forced
             self._tree = tree, RequestCells(self.table, tree.rows, tree.lens, self._bounds.longest, window)
@@ -141,7 +146,7 @@ class Gather:
         return self._text[1]
 
     def _padded(self, text: PromptRows, lengths: list[int], part: slice) -> Chunks:
-        """The chunks of one part, which have `lengths` rows."""
+        """Return the chunks at indices `part`, padded to the longest. `lengths` are the row counts of all chunks."""
         begin, counts, q = sum(lengths[: part.start]), lengths[part], lengths[part.stop - 1]
         longest = max(start for start, _ in self._bounds.chunks[part])
         given, device = (self.table, text.rows[part], text.starts[part], longest, q), text.starts.device
@@ -150,14 +155,16 @@ class Gather:
         firsts = text.indptr[part]
         real = text.indptr[part.start + 1 : part.stop + 1] - firsts
         row = torch.arange(q, device=device)
+        # Padding rows repeat the chunk's row 0; `back` drops their results.
         rows = (firsts[:, None] + torch.where(row < real[:, None], row, 0)).view(-1)
-        ahead = torch.arange(len(counts), device=device) * q - (firsts - begin)  # of real rows among the padded ones
+        # Real row k of chunk i is padded row i * q + (k - real rows before chunk i) = k + ahead[i].
+        ahead = torch.arange(len(counts), device=device) * q - (firsts - begin)
         back = torch.arange(sum(counts), device=device) + ahead.repeat_interleave(real, output_size=sum(counts))
         return Chunks(begin, counts, RequestCells(*given, real), rows, back)
 
 
 def alike(lengths: Sequence[int]) -> Iterator[slice]:
-    """Runs of chunks, which are in order of length, whose longest is at most twice the shortest."""
+    """Split chunks, sorted by length, into runs whose longest chunk is at most twice the shortest; yield the slices."""
     begin = 0
     for end in range(1, len(lengths) + 1):
         if end == len(lengths) or lengths[end] > 2 * lengths[begin]:
@@ -166,13 +173,13 @@ def alike(lengths: Sequence[int]) -> Iterator[slice]:
 
 
 def copied(cells: RequestCells, width: int) -> CellPiece:
-    """All requests' committed tokens, padded, and `width` slots after them: one copy."""
+    """Return one piece that copies all requests' committed tokens, padded, and `width` window slots."""
     slots = cells.slots(width)
     return CellPiece(slots.reshape(-1), slots.shape[1])
 
 
 def over(sight: Visibility, cells: RequestCells, sliding_window: int | None) -> Tensor:
-    """The bias `[R, q, P + w]` over `copied`."""
+    """Return the bias `[R, q, P + w]` over the cells of `copied`."""
     if sight.narrows(sliding_window):
         return sight.narrowed(cells.labels(False), cells.lens, sliding_window)
     (_, q, width), whole = sight.bias.shape, cells.bias(sight.bias.dtype)
@@ -183,12 +190,15 @@ def over(sight: Visibility, cells: RequestCells, sliding_window: int | None) -> 
 
 
 def behind(sight: Visibility, cells: RequestCells, requests: slice, sliding_window: int | None) -> Tensor | None:
-    """The bias `[R or 1, q, c]` over the last c cells of `requests` read one by one; they see all before. None: all."""
+    """Return the bias `[R or 1, q, c]` over the last c cells of each request in `requests`, for reading one by one.
+
+    All rows see the cells before these. Returns None if all rows see all cells.
+    """
     if sight.narrows(sliding_window):
         return sight.narrowed(cells.labels(True)[requests], cells.lens[requests], sliding_window)
     return None if sight.whole else sight.bias
 
 
 def of_request(bias: Tensor | None, request: int) -> Tensor | None:
-    """The bias `[1, q, c]` of one request out of those of all, `[R, q, c]`, or `[1, q, c]` if they are the same."""
+    """Return the bias `[1, q, c]` of one request. `bias` is `[R, q, c]`, or `[1, q, c]` if all requests share it."""
     return bias if bias is None or bias.shape[0] == 1 else bias[request : request + 1]

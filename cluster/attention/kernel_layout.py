@@ -1,4 +1,4 @@
-"""Tensors as kernels read them: of the pool's cells, and by one stride from row to row."""
+"""Checks of tensors before C and Triton kernels read them by address and row stride."""
 
 from torch import Tensor
 
@@ -6,7 +6,7 @@ from cluster.kv.pool import KVPool
 
 
 def with_rows_whole(tensor: Tensor) -> Tensor:
-    """`tensor` `[T, .., d]` with each of its T entries in one piece of memory."""
+    """Return `tensor` `[T, .., d]`, copied if one of its T entries is not contiguous. The row stride may be any."""
     whole = 1
     for size, stride in zip(reversed(tensor.shape[1:]), reversed(tensor.stride()[1:]), strict=True):
         if size != 1 and stride != whole:
@@ -16,10 +16,10 @@ def with_rows_whole(tensor: Tensor) -> Tensor:
 
 
 def fitting(q: Tensor, kv: Tensor, pool: KVPool) -> tuple[Tensor, Tensor]:
-    """`q` `[T, nh, d]` and `kv` `[T, parts, nkv, d]`, rows whole, for the cells of a `pool`.
+    """Return `q` `[T, nh, d]` and `kv` `[T, parts, nkv, d]` with contiguous rows, checked against the pool's cells.
 
     Raises:
-        ValueError: they are of another dtype or width than the pool's cells, which a kernel would not notice.
+        ValueError: the dtype or cell shape differs from the pool's. The kernels do not check this.
     """
     if q.dtype != pool.dtype or kv.dtype != q.dtype or kv.shape[1:] != pool.cell:
         raise ValueError(f"cells {list(kv.shape)} of {kv.dtype} for a pool of {list(pool.cell)} of {pool.dtype}")

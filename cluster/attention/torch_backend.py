@@ -1,7 +1,7 @@
-"""The attention primitive in plain torch: the reference for every other backend, and the CPU default.
+"""The attention primitive in plain torch: the reference for all other backends, and the fallback without them.
 
-No value that a row may not see affects it, not even NaN. Memory of other requests is not read (`Cells`), and k and v
-of its own request that are not finite never enter the pool (`kept_out`).
+A cell that a row may not see never affects the row, not even with NaN: memory of other requests is never read
+(`RequestCells`), and k and v that are not finite never enter the pool (`kept_out`).
 """
 
 from collections.abc import Sequence
@@ -20,20 +20,21 @@ from cluster.kv.pool import KVPool
 
 
 def kept_out(q: Tensor, kv: Tensor, most: float | None = None) -> tuple[Tensor, Tensor]:
-    """`q` and `kv` with zeros in place of every cell that is not finite, or has a number above `most`, and NaN in place
-    of its row's query.
+    """Return `q` and `kv` with bad cells replaced: a cell that is not finite, or has a magnitude above `most`, becomes
+    zeros, and the query of its row becomes NaN.
 
-    The row that overflowed has NaN as its own output, but its cell is harmless to rows that mask it, for which
-    attention multiplies it by 0: a tree node cannot spoil its siblings, nor a draft its own later steps.
+    So the row that overflowed outputs NaN. Rows that mask its cell do not: if the cell held NaN, their weight of 0
+    would give 0 * NaN = NaN. A tree node cannot spoil its siblings, nor a draft its later steps.
     """
-    if most is None and kv.is_cpu and isfinite(kv.sum().item()):  # on a GPU this test would force a sync
+    # A finite sum means that all numbers are finite. On a GPU this test would force a sync, so only a CPU makes it.
+    if most is None and kv.is_cpu and isfinite(kv.sum().item()):
         return q, kv
     bad = ~(kv.isfinite() if most is None else kv.abs() <= most).flatten(1).all(1)
     return q.masked_fill(bad[:, None, None], nan), kv.masked_fill(bad[:, None, None, None], 0)
 
 
 class TorchAttention:
-    """Attends over one runner's pool. Bound to pool and page table at construction: a batch never carries a pool."""
+    """Attention over one runner's pool, bound to pool and page table at construction: a batch never carries a pool."""
 
     def __init__(
         self,
@@ -44,10 +45,11 @@ class TorchAttention:
         scale: float | None = None,
         value_dim: int | None = None,
     ) -> None:
-        """`sliding_windows` say per layer how many tokens a row sees (None, or no entry: all).
+        """`sliding_windows` has for each layer the number of tokens that a row sees, itself included; None means all.
+        If it is empty, no layer has a sliding window.
 
-        `scale` None is d ** -0.5. A pool whose cells have one part holds latents; the first `value_dim` numbers of each
-        are its values.
+        If `scale` is None, it is d ** -0.5. A pool whose cells have one part holds latents (MLA); the first `value_dim`
+        numbers of a latent are its value.
         """
         self._memory, self._gather, self._heads = [pool.kv[at] for at in range(pool.layers)], gather, heads
         self._coded, self._dtype = pool.coded, pool.dtype
@@ -62,15 +64,15 @@ class TorchAttention:
         self._parts: list[AttentionCall] = []
 
     def prepare(self, bounds: HostBounds) -> None:
-        """A step within these bounds begins."""
+        """Begin a step within these bounds."""
         self._gather.prepare(bounds)
 
     def bind(self, seen: AttentionMetadata) -> None:
-        """Use `seen` for the calls of the next forward; what all layers share is made once, here."""
+        """Use `seen` for the calls of the next forward. What all layers share is computed once, here."""
         native(self._bind, seen)
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """q `[T, nh, d]`, kv `[T, 2, nkv, d]` or `[T, 1, 1, d]` -> `[T, nh * dv]`; writes kv first."""
+        """Write kv `[T, 2, nkv, d]` or `[T, 1, 1, d]` to the pool, then attend q `[T, nh, d]` -> `[T, nh * dv]`."""
         return opaque(self._attended, layer, q, kv, sinks)
 
     def _bind(self, seen: AttentionMetadata) -> None:
@@ -89,7 +91,7 @@ class TorchAttention:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _attend(self, layer: int, q: Tensor, part: AttentionCall, sinks: Tensor | None) -> Tensor:
-        """Attention of one part; the rep query heads of a kv head are rep * q rows of one matrix."""
+        """Return the outputs of one call. The rep query heads of a KV head become rep * q rows of one matrix."""
         nkv, r, n, repeat = self._kv_heads, part.requests, part.q_rows, self._repeat
         cells = [self._cells(layer, piece, r) for piece in part.pieces]
         rows = q[part.rows].view(r, n, nkv, repeat, -1).permute(0, 2, 3, 1, 4).reshape(r, nkv, repeat * n, -1)
@@ -105,7 +107,7 @@ class TorchAttention:
         return out if part.back is None else out.index_select(0, part.back)
 
     def _cells(self, layer: int, piece: CellPiece, requests: int) -> tuple[Tensor, Tensor]:
-        """Keys `[R, nkv, L, d]` and values `[R, nkv, L, dv]`."""
+        """Return the keys `[R, nkv, L, d]` and values `[R, nkv, L, dv]` of a piece."""
         memory, read = self._memory[layer], piece.read
         found = memory[read] if isinstance(read, slice) else memory.index_select(0, read)
         if self._coded is not None:
@@ -116,24 +118,24 @@ class TorchAttention:
 
 
 def for_heads(part: AttentionCall, bias: Tensor | None, repeat: int) -> Tensor | None:
-    """`bias` `[R or 1, q, c]` over all L cells of `part`, for rep query heads: `[R or 1, 1, rep * q or 1, L]`."""
+    """Extend `bias` `[R or 1, q, c]` to all L cells of `part` and to rep heads: `[R or 1, 1, rep * q or 1, L]`."""
     if bias is None:
         return None
     if (more := sum(piece.length for piece in part.pieces) - bias.shape[2]) != 0:
-        bias = F.pad(bias, (more, 0))  # cuts what is too long
+        bias = F.pad(bias, (more, 0))  # zeros for the cells before; a negative `more` cuts padding off the front
     return (bias if part.q_rows == 1 or repeat == 1 else torch.cat([bias] * repeat, 1))[:, None]
 
 
 def sink_column(sinks: Tensor, q: Tensor) -> Tensor:
-    """The logits `[R, nkv, rep * n, 1]` of `sinks` `[nkv, rep]` beside those of q `[R, nkv, rep * n, d]`."""
+    """Expand the sink logits `[nkv, rep]` to a column `[R, nkv, rep * n, 1]` for rows of q `[R, nkv, rep * n, d]`."""
     column = sinks.repeat_interleave(q.shape[2] // sinks.shape[1], 1)[None, ..., None]
     return column.to(q.dtype).expand(q.shape[0], -1, -1, 1)
 
 
 def with_sinks(q: Tensor, cells: tuple[Tensor, Tensor], bias: Tensor | None, scale: float, column: Tensor) -> Tensor:
-    """Attention whose softmax has one more logit per head, without a value (gpt-oss; arXiv 2309.17453).
+    """Attention with sinks: the softmax of a head has one more logit, which has no value (gpt-oss; arXiv 2309.17453).
 
-    q `[R, nkv, rep * n, d]`, k `[R, nkv, L, d]`, v `[R, nkv, L, dv]`, bias as `for_heads` makes it.
+    q `[R, nkv, rep * n, d]`, k `[R, nkv, L, d]`, v `[R, nkv, L, dv]`, bias as returned by `for_heads`.
     """
     k, v = cells
     scores = torch.matmul(q, k.transpose(-1, -2)).mul_(scale)
@@ -145,8 +147,10 @@ def with_sinks(q: Tensor, cells: tuple[Tensor, Tensor], bias: Tensor | None, sca
 def in_pieces(
     q: Tensor, cells: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None, scale: float, column: Tensor | None
 ) -> Tensor:
-    """The same over keys and values that lie in several pieces, with a `column` of sinks or without: one softmax over
-    all of them, written out, as their scores are never joined.
+    """Attention over keys and values in several pieces, with a `column` of sink logits or None.
+
+    It computes one softmax over all pieces without concatenating them. If m is the highest of all scores s, then
+    out = sum_i exp(s_i - m) v_i / sum_i exp(s_i - m). A sink adds exp(sink - m) to the denominator only.
     """
     q = q * scale
     scores = [torch.matmul(q, k.transpose(-1, -2)) for k, _ in cells]

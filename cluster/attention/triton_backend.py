@@ -1,6 +1,7 @@
-"""The attention primitive by programs of Triton: reads the page table and the pages themselves, and copies nothing.
+"""The attention primitive in Triton. It reads the page table and the pages in place, without copies.
 
-It must equal `TorchAttention`. Nothing that it starts depends on a length, so a graph can hold it.
+Its results equal those of `TorchAttention` up to rounding. No launch argument depends on a length, so a CUDA graph can
+hold the launches.
 """
 
 from collections.abc import Sequence
@@ -21,14 +22,14 @@ from cluster.kv.pool import KVPool
 
 LOG2E = gpu.LOG2E.value
 MOST_SPLITS = 64
-JOINED = 16  # parts whose values fit the registers of a program together
-INTERPRETED_PROCESSORS = 4  # few requests are split in the interpreter too
+JOINED = 16  # splits whose values fit a program's registers together
+INTERPRETED_PROCESSORS = 4  # more than one, so that tests in the interpreter also run with splits
 
 
 class Before(NamedTuple):
-    """What was attended of positions that the program is to leave out: values `out` `[T, nh, dv]` and the logarithm to
-    base 2 of their sum, `lse` `[T, nh]`. Of request i of a tree these are the first `until[i]`, `[R]` int32, and where
-    that is 0 the two say nothing; None: of all rows.
+    """Attention of the first positions, computed by another library: values `out` `[T, nh, dv]` and log-sum-exps to
+    base 2, `lse` `[T, nh]`. For tree rows, it covers the first `until[i]` positions of request i (`until` `[R]` int32);
+    if `until[i]` is 0, `out` and `lse` of the request are not valid. If `until` is None, all rows are valid.
     """
 
     out: Tensor
@@ -37,7 +38,7 @@ class Before(NamedTuple):
 
 
 class TritonAttention:
-    """Attends over one runner's pool."""
+    """Attention over one runner's pool, by Triton kernels."""
 
     def __init__(
         self,
@@ -48,13 +49,14 @@ class TritonAttention:
         scale: float | None,
         value_dim: int | None,
     ) -> None:
-        """See `TorchAttention`."""
+        """Bind to a pool. The arguments are as in `TorchAttention`."""
         parts, kv_heads, size = pool.cell
         self._pool, self._table, self._heads, self._kv_heads = pool, table, heads, kv_heads
         self._windows = [window or 0 for window in sliding_windows or (None,) * pool.layers]
         self._value_dim = size if value_dim is None else value_dim
         self._scale = size**-0.5 if scale is None else scale
         self._processors = processors_of(pool.kv.device)
+        # Triton's blocks are powers of two, so a key of 576 numbers is read as FRONT = 512 and BACK = 64.
         front = 1 << (size.bit_length() - 1)
         self._wide = {"WIDTH": whole(self._value_dim), "WIDE": WIDE[pool.dtype]}
         self._constants: dict[str, Any] = {
@@ -76,21 +78,23 @@ class TritonAttention:
         self._seen: AttentionMetadata | None = None
 
     def prepare(self, bounds: HostBounds) -> None:
-        """A step within these bounds begins; they are not needed."""
+        """Begin a step. The kernels read lengths on the device, so they need no bounds."""
 
     def bind(self, seen: AttentionMetadata) -> None:
         """Use `seen` for the calls of the next forward."""
         self._seen = seen
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """q `[T, nh, d]`, kv `[T, 2, nkv, d]` or `[T, 1, 1, d]` -> `[T, nh * dv]`; writes kv first."""
+        """Write kv `[T, 2, nkv, d]` or `[T, 1, 1, d]` to the pool, then attend q `[T, nh, d]` -> `[T, nh * dv]`."""
         seen, count = self._seen, q.shape[0]
         assert seen is not None, "bound before it is called"
         (q, kv), memory = fitting(q, kv, self._pool), self._pool.kv[layer]
         bad = torch.empty(count, dtype=torch.int32, device=q.device)
         self._store(kv, seen.write, memory, bad)
         rows = 0 if seen.tree is None else seen.tree.rows.shape[0] * seen.tree.bits.shape[1]
-        make = q.new_empty if rows == count else q.new_zeros  # rows of a text may be fewer than are planned
+        # A step may be padded to more prompt rows than its chunks have. No kernel writes padded rows, so they start as
+        # 0.
+        make = q.new_empty if rows == count else q.new_zeros
         out = make(count, self._heads * self._value_dim)
         given = q, memory, self._table.device_pages, bad, sinks, out
         if seen.tree is not None:
@@ -100,6 +104,7 @@ class TritonAttention:
         return out
 
     def _store(self, kv: Tensor, write: Tensor, memory: Tensor, bad: Tensor) -> None:
+        """Write new cells to slots `write`, and note in `bad` the rows whose cells are not finite."""
         count, numbers, coded = kv.shape[0], self._constants["NUMBERS"], self._pool.coded
         if coded is None:
             launch(store, (count,), kv, write, memory, bad, kv.stride(0), CELL=numbers, BLOCK=whole(numbers))
@@ -114,10 +119,13 @@ class TritonAttention:
     def _attend_tree(
         self, given: tuple[Tensor | None, ...], tree: TreeRows, first: int, window: int, before: Before | None = None
     ) -> None:
+        """Attend the tree's rows. If `before` is given, attend positions from `before.until` on, and merge both."""
         bits = with_rows_whole(tree.bits)
         requests, (_, each, words) = tree.rows.shape[0], bits.shape
-        # A window is short, and its masks take registers.
+        # After `before`, little more than the window is left to read. The window is short, and its masks take
+        # registers, so use fewer lines.
         blocks = self._blocks(each, most=128 if before is None else 32)
+        # A request has ceil(each * rep / lines) tasks, with rep query heads for each KV head.
         tasks = requests * -(-each * self._heads // self._kv_heads // blocks.lines)
         splits = 1 if before is not None else self._splits(tasks * self._kv_heads)
         partials, until = None, None if before is None else before.until
@@ -145,7 +153,7 @@ class TritonAttention:
         out: Tensor,
         each: int = 1,
     ) -> None:
-        """`out` `[T, nh * dv]` of `partials` and what was attended `before`; a request has `each` rows."""
+        """Merge `partials` (if not None) and `before` into `out` `[T, nh * dv]`; a request has `each` rows."""
         how = {"SINKS": sinks is not None, "BEFORE": before is not None, "SPLITS": splits}
         how["AT_ONCE"] = max(1, min(splits, JOINED))
         sizes = {"HEADS": self._heads, "VALUE": self._value_dim}
@@ -155,10 +163,12 @@ class TritonAttention:
     def _attend_text(
         self, given: tuple[Tensor | None, ...], text: PromptRows, after: int, first: int, window: int
     ) -> None:
+        """Attend the prompt rows, which begin at batch row `after`."""
         q, _, pages, _, sinks, _ = given
         assert q is not None and pages is not None
         chunks, rows = text.rows.shape[0], q.shape[0] - after
         blocks = self._blocks(rows, text=True)
+        # At least sum_i ceil(rows_i * rep / lines), whatever the lengths rows_i; surplus tasks have no rows.
         tasks = -(-rows * self._heads // self._kv_heads // blocks.lines) + chunks
         numbers = q.stride(0), 0, after, 0, 0, chunks, pages.stride(0), first, window, self._scale * LOG2E
         where = None, text.rows, text.starts, None, text.indptr, None
@@ -167,18 +177,20 @@ class TritonAttention:
         launch(gpu.attend, (tasks, self._kv_heads, 1), *given, *where, *numbers, **how, **self._constants)
 
     def _blocks(self, rows: int, text: bool = False, most: int = 128) -> "Blocks":
-        """What a program works on, for requests of so many rows; `most` lines at once."""
+        """Return the block sizes for requests of `rows` rows, with at most `most` lines at once."""
         lines = min(most, whole(rows * self._heads // self._kv_heads))
         return blocks_of(self._pool, self._value_dim, lines, text)
 
     def _splits(self, programs: int) -> int:
-        """In how many parts a prefix is read so that the processors are busy, a power of two: each is compiled."""
+        """Return into how many splits to cut a prefix: enough that `programs` programs per split keep all processors
+        busy. The number is a power of two, because the kernel is compiled for each value.
+        """
         wanted = max(1, 2 * self._processors // max(1, programs))
         return min(MOST_SPLITS, 1 << wanted.bit_length() - 1)
 
 
 class Blocks(NamedTuple):
-    """A program's lines, the positions of its tiles, the warps that share them, and the tiles that are on their way."""
+    """Sizes of one program: `lines` (query heads of rows), positions in a `tile`, `warps`, and pipeline `stages`."""
 
     lines: int
     tile: int
@@ -187,17 +199,19 @@ class Blocks(NamedTuple):
 
     @property
     def constants(self) -> dict[str, int]:
-        """As a launch names them."""
+        """The sizes under the names that a launch takes."""
         return {"LINES": self.lines, "TILE": self.tile, "num_warps": self.warps, "num_stages": self.stages}
 
 
 def blocks_of(pool: KVPool, value_dim: int, lines: int, text: bool) -> Blocks:
-    """For `lines` of a request that share a KV head: few where sums are wide, as these have to fit registers, and few
-    positions where cells are, as those in FP8 become numbers in registers. What is fastest on an H100, of those that
-    spill no registers; heads wider than 128, FP8 and float32 were not measured, and float32 spills.
+    """Return the block sizes for `lines` lines of a request that share a KV head; `text` if it is a prompt.
+
+    Wide values need fewer lines, as their sums must fit in registers. Wide cells need smaller tiles, also FP8 ones,
+    which are decoded in registers. The values are the fastest on an H100 among those that spill no registers. Heads
+    wider than 128, FP8 and float32 were not measured, and float32 spills.
     """
     size, coded = pool.cell[2], pool.coded is not None
-    wide = pool.cell[0] == 1 or value_dim > 256  # latents, whose keys are their values
+    wide = pool.cell[0] == 1 or value_dim > 256  # latents (one part: the key is also the value), or very wide heads
     if coded or pool.dtype.itemsize > 2 or (size > 128 and not wide):
         lines = min(16 if wide else 64 if text or size <= 128 else 32, lines)
         many = lines >= 64 or value_dim >= 256
@@ -214,7 +228,7 @@ def blocks_of(pool: KVPool, value_dim: int, lines: int, text: bool) -> Blocks:
 
 
 def processors_of(device: torch.device) -> int:
-    """How many programs of attention should run at a time at least."""
+    """Return how many processors attention should keep busy: a GPU's multiprocessors, a constant if interpreted."""
     if device.type != "cuda":
         return INTERPRETED_PROCESSORS
     count: int = torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,1 +1,1 @@
-"""`aerie bench` and `aerie demo`: measurements that compare contenders side by side in one run."""
+"""`aerie bench` and `aerie demo`: measurements that compare several contenders within one run."""

@@ -1,4 +1,4 @@
-"""What a machine can do at most: bytes read and floating-point operations a second, measured now."""
+"""The measured ceilings of a machine: bytes read per second and floating-point operations per second."""
 
 import time
 from collections.abc import Callable
@@ -15,23 +15,23 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """`bytes` read from memory a second, and `flops`, those of torch's own product of two square matrices."""
+    """`bytes` read from memory per second, and `flops` per second of torch's product of two square matrices."""
 
     bytes: float
     flops: float
 
     def least_seconds(self, read: float, computed: float) -> float:
-        """In what time that many bytes are read and that many operations done at best, both at once."""
+        """Return the least time to read `read` bytes and do `computed` operations, if both overlap completely."""
         return max(read / self.bytes, computed / self.flops)
 
     def best(self, other: "Ceilings") -> "Ceilings":
-        """The higher of both: a ceiling is not a mean."""
+        """Return the higher value of each ceiling: interference only lowers a measured ceiling."""
         return Ceilings(max(self.bytes, other.bytes), max(self.flops, other.flops))
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What ceilings are measured with: numbers that no cache holds, and matrices of that many rows and columns."""
+    """The sizes to measure ceilings with: bytes of an array too large for any cache, and rows of a square matrix."""
 
     read_bytes: int
     side: int
@@ -41,9 +41,10 @@ TRIED = {"cpu": Tried(1 << 28, 1536), "cuda": Tried(1 << 32, 8192)}
 
 
 def ceilings(repeats: int = 5, device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> Ceilings:
-    """Those of a device, by all threads that torch has now; the best of some tries, the first left out.
+    """Measure a device's ceilings with torch's current threads: the best of `repeats` runs after a warm-up.
 
-    Products are those of `dtype`; on a CPU also of float32, as which numbers of 16 bits are often multiplied.
+    Matrices are multiplied in `dtype`. On a CPU float32 is tried too, because CPUs often multiply 16-bit numbers as
+    float32.
     """
     tried = TRIED[device.type]
     memory = torch.ones(tried.read_bytes // 4, device=device)
@@ -51,13 +52,13 @@ def ceilings(repeats: int = 5, device: torch.device = CPU, dtype: torch.dtype = 
     del memory
     flops = []
     for kind in {dtype, torch.float32} if device.type == "cpu" else {dtype}:
-        square = torch.randn(tried.side, tried.side, device=device).to(kind)  # zeros and ones would need less power
+        square = torch.randn(tried.side, tried.side, device=device).to(kind)  # constants would draw less power
         flops.append(2 * tried.side**3 / best_seconds(partial(torch.mm, square, square), device, repeats))
     return Ceilings(tried.read_bytes / read, max(flops))
 
 
 def best_seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """The least that `work` takes of a device, of `repeats` times after a first one."""
+    """Return the least time of `work` on the device, over `repeats` runs after a warm-up."""
     timer = timer_of(device)
     moments = [timer.now()]
     for _ in range(repeats + 1):
@@ -69,7 +70,7 @@ def best_seconds(work: Callable[[], object], device: torch.device, repeats: int)
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds that `work` takes."""
+    """Run `work` once and return its seconds by the host's clock."""
     started = time.perf_counter()
     work()
     return time.perf_counter() - started

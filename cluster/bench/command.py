@@ -1,6 +1,5 @@
-"""`aerie bench`: runs measurements by name, each a module of `cases/` with `Size`, `QUICK`, `measure` and `show`.
-
-A module whose figures have goals has `goals` too: it takes what `measure` returned and returns a list of `Goal`.
+"""`aerie bench`: run measurements ("parts") by name. A part is a module of `cases/` with `Size`, `QUICK`, `measure` and
+`show`. A part with goals also has `goals`, which maps the result of `measure` to a list of `Goal`.
 """
 
 import argparse
@@ -41,29 +40,29 @@ OF_A_PAIR: dict[str, ModuleType] = {  # measure a target with its draft
     "serving": serving,  # start-up, latency and memory of `aerie serve`
     "acceptance": acceptance,  # how well the draft predicts
     "levels": levels,  # acceptance by depth of any draft, three levels deep
-    "grammars": grammars,  # what a grammar costs, and what the nodes that it forces gain
+    "grammars": grammars,  # the cost of a grammar, and the gain of tree nodes that the grammar forces
     "peers": peers,  # against vLLM's CPU build
     "lockstep": lockstep,  # what lockstep costs data-parallel ranks
-    "roofline": roofline,  # each phase of a step against what the machine could do at best
-    "overlap": overlap,  # what the host does for a step, and how much of it a device waits for
+    "roofline": roofline,  # the time of each phase of a step against the least possible time
+    "overlap": overlap,  # host work per step, and how long the device waits for it
 }
 OF_A_TARGET: dict[str, ModuleType] = {  # measure a target alone
-    "strain": strain,  # steps that take seconds, on a busy machine, and a rank that is stopped
+    "strain": strain,  # steps of several seconds on a busy machine, and a rank that is stopped
 }
 WITH_THEIR_OWN: dict[str, ModuleType] = {  # take no model: they serve the demo pair on loopback, or need none
     "faults": faults,  # what clients see when processes die
-    "crowd": crowd,  # the same while many requests queue
+    "crowd": crowd,  # the same as faults, while many requests queue
     "rude": rude,  # whether abusive clients disturb streams
-    "overload": overload,  # what clients get at five times the capacity
-    "kernels": kernels,  # each kernel against its twin and the machine
-    "cache": cache,  # attention over a KV cache in FP8, against one in the dtype of the model
-    "packed": packed,  # products by weights that stay quantised
+    "overload": overload,  # answers and refusals when clients send five times the capacity
+    "kernels": kernels,  # each kernel against its reference implementation and the machine's ceilings
+    "cache": cache,  # attention over a KV cache in FP8, against a cache in the model's dtype
+    "packed": packed,  # matrix products with weights that stay quantised
     "radix": radix,  # CPU time of operations on the radix tree
 }
 PARTS = OF_A_PAIR | OF_A_TARGET | WITH_THEIR_OWN
 DEFAULT_PARTS = ("offline", "serving")
-WITHOUT_A_DRAFT = ("peers", "roofline")  # plain decoding alone is worth measuring there
-OF_SOME = ("contexts", "shape", "layers", "accept_length")  # options of the parts whose sizes have them
+WITHOUT_A_DRAFT = ("peers", "roofline")  # these parts can measure plain decoding alone
+OF_SOME = ("contexts", "shape", "layers", "accept_length")  # options of only those parts whose `Size` has such a field
 MISSED = 1  # exit status: a goal was missed, something failed, or outputs that must be equal differ
 
 LASTS: dict[str, tuple[float, float]] = {  # minutes of a full run and seconds of --quick, at most, on two free cores
@@ -130,12 +129,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure the parts and print their tables, with a line for each goal that was missed.
+    """Measure the parts and print their tables, with a line for each missed goal.
 
-    Returns 1 when a goal was missed, outputs that must be equal differ, or a part counts failures; else 0.
+    Return 1 if a goal was missed, outputs that must be equal differ, or a part counted failures; otherwise 0.
 
     Raises:
-        ValueError: a part that does not exist, or a model that cannot be measured.
+        ValueError: a part or an option is wrong, or a model cannot be measured.
     """
     parts = args.parts or list(DEFAULT_PARTS)
     for part in parts:
@@ -161,7 +160,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(part: str, args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """The figures of one part with its goals, as data and as text."""
+    """Measure one part; return its figures and goals, as data and as text."""
     module = PARTS[part]
     size = module.QUICK if args.quick else module.Size()
     own = {"repeats": args.repeats, "batches": tuple(args.batches or ()), "contexts": tuple(args.contexts or ())}
@@ -181,14 +180,14 @@ def _measure(part: str, args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def _goals(part: str, args: argparse.Namespace, result: dict[str, Any]) -> list[Goal]:
-    """The goals of a part; those of a pair are the demo's, and say nothing of another one."""
+    """Return the goals of a part. Goals of parts that measure a pair hold for the demo pair only."""
     module = PARTS[part]
     own = part not in OF_A_PAIR or not (args.model or args.draft or args.shape)
     return list(module.goals(result)) if own and hasattr(module, "goals") else []
 
 
 def _faults(result: dict[str, Any]) -> list[str]:
-    """A line for each kind of failure in a result other than a missed goal."""
+    """Return a line for each kind of failure in a result, missed goals excluded."""
     different = [] if result.get("identical", True) else ["DIFFERENT: outputs that must be equal are not"]
     return different + ([f"FAILED: {result['failed']}"] if result.get("failed", 0) else [])
 

@@ -1,8 +1,8 @@
-"""What a step asks of a machine at least: the bytes that each of its forwards has to read, and its operations.
+"""The least work of a step: the bytes that each of its forwards must read, and its floating-point operations.
 
-Counted from the resolved models: weights once per forward, the KV that rows see once per request and layer, logits
-once. What a cache could save and what a kernel reads or writes besides is left out. Weights and KV are counted in the
-dtype that the models compute in; what stays quantised takes less.
+Counted from the resolved models: weights once per forward, the visible KV once per request and layer, logits once.
+Savings by a cache and a kernel's other reads and writes are not counted. Weights and KV are counted in the dtype that
+the models compute in; quantised weights and KV take less.
 
 Legend: R requests, T rows, K topk, S depth, N nodes, V columns of a head.
 """
@@ -17,12 +17,12 @@ from cluster.arch.safetensors.tensors import layer_tensors
 from cluster.bench.ceilings import Ceilings
 
 READ_ROWS = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa")
-"""The projections of attention that read a layer's rows, and so are twice as wide in a layer that reads pairs."""
+"""The attention projections that read a layer's input. If that input is [embedding, hidden], they are twice as wide."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """`read` bytes and `computed` floating-point operations, a product and its sum counting as two."""
+    """`read` bytes and `computed` floating-point operations; a multiply-add counts as two."""
 
     read: float = 0.0
     computed: float = 0.0
@@ -32,13 +32,15 @@ class Demand:
 
 
 def least_seconds(forwards: Iterable[Demand], best: Ceilings) -> float:
-    """In what time a machine does these, one after the other, at best."""
+    """Return the least time of these forwards, run one after the other, on a machine with these ceilings."""
     return sum(best.least_seconds(each.read, each.computed) for each in forwards)
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardRows:
-    """The rows of a forward: `each` of every one of R `requests`, which have `context` tokens committed on average."""
+    """The rows of a forward: `each` rows for each of R `requests`. A request has `context` committed tokens, on
+    average.
+    """
 
     requests: int
     each: int
@@ -46,14 +48,14 @@ class ForwardRows:
 
     @property
     def count(self) -> int:
-        """T."""
+        """T, the number of rows."""
         return self.requests * self.each
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixNumbers:
-    """The numbers of one layer's matrices: of those that every row takes, and of those of `each` expert, of which a row
-    takes `active`.
+    """How many numbers one layer's matrices have. `common` counts the matrices that every row uses; `each` counts those
+    of one expert. A row uses `active` of the `experts` experts.
     """
 
     common: int
@@ -62,12 +64,13 @@ class MatrixNumbers:
     active: int = 0
 
     def touched(self, rows: int) -> float:
-        """How many experts `rows` rows take together, if each is as likely as another."""
+        """Return how many different experts `rows` rows use on average, if all experts are equally likely."""
+        # An expert is unused only if every row leaves it out: probability (1 - active / experts) ** rows.
         return self.experts * (1 - (1 - self.active / self.experts) ** rows) if self.experts else 0.0
 
 
 def numbers_of(g: LayerGeometry, pair: bool = False) -> MatrixNumbers:
-    """Those of a layer; with `pair` its attention reads the embedding beside the hidden state."""
+    """Count the numbers of a layer's matrices. If `pair`, the layer's attention reads [embedding, hidden]."""
     common = routed = 0
     for name, shape in layer_tensors("", g):
         if len(shape) < 2:
@@ -86,8 +89,8 @@ def numbers_of(g: LayerGeometry, pair: bool = False) -> MatrixNumbers:
 
 
 def layer_demand(g: LayerGeometry, rows: ForwardRows, itemsize: int, pair: bool = False) -> Demand:
-    """That of one layer: its weights, the cells of the prefix and of the rows, and attention of each row over the
-    prefix and itself.
+    """Return the demand of one layer: its weights, the KV cells of the prefix and of the rows, and the attention of
+    each row over the prefix and itself.
     """
     weights, count = numbers_of(g, pair), rows.count
     prefix = rows.context if g.sliding_window is None else min(rows.context, g.sliding_window)
@@ -99,13 +102,13 @@ def layer_demand(g: LayerGeometry, rows: ForwardRows, itemsize: int, pair: bool 
 
 
 def matrix_demand(inputs: int, outputs: int, rows: int, itemsize: int, kept: bool = False) -> Demand:
-    """That of a product with one weight; `kept`: what it gives is read once more, as logits are."""
+    """Return the demand of multiplying rows by one weight. If `kept`, the result is read once more, as logits are."""
     read = inputs * outputs + (rows * outputs if kept else 0)
     return Demand(float(read * itemsize), 2.0 * rows * inputs * outputs)
 
 
 def target_demand(models: ResolvedModels, rows: ForwardRows, itemsize: int) -> Demand:
-    """That of the target over a tree's rows, its head included."""
+    """Return the demand of one forward of the target, head included."""
     arch, whole = models.target, Demand(float(rows.count * models.target.hidden * itemsize))
     for layer in arch.layers:
         whole += layer_demand(layer, rows, itemsize)
@@ -113,7 +116,9 @@ def target_demand(models: ResolvedModels, rows: ForwardRows, itemsize: int) -> D
 
 
 def draft_demand(spec: DraftSpec, rows: ForwardRows, chosen: int, itemsize: int, fused: bool = False) -> Demand:
-    """That of one forward of a draft's runner, whose head proposes after `chosen` rows; `fused`: at extend."""
+    """Return the demand of one forward of a draft's runner. The head runs on `chosen` rows; `fc` of an EAGLE-3 draft
+    runs only if `fused`.
+    """
     whole = Demand(float(rows.count * spec.hidden * itemsize))
     for layer in spec.layers:
         whole += layer_demand(layer.geometry, rows, itemsize, layer.pair)
@@ -127,14 +132,14 @@ def draft_demand(spec: DraftSpec, rows: ForwardRows, chosen: int, itemsize: int,
 
 
 def step_demand(models: ResolvedModels, requests: int, context: float, itemsize: int) -> dict[str, list[Demand]]:
-    """The forwards of each phase of a step in which R requests decode with trees of the models' shape."""
+    """Return the forwards of each phase of a step in which R requests decode, with trees of the models' shape."""
     shape, spec = models.shape, models.draft
     target = target_demand(models, ForwardRows(requests, shape.num_draft_tokens, context), itemsize)
     found: dict[str, list[Demand]] = {"draft": [], "target": [target], "extend": []}
     if spec is None:
         return found
     for level in range(1, shape.num_steps):
-        each = shape.topk * (level if models.runners > 1 else 1)  # a runner of its own runs the levels before it too
+        each = shape.topk * (level if models.runners > 1 else 1)  # with several runners, runner l runs levels 1 to l
         found["draft"].append(draft_demand(spec, ForwardRows(requests, each, context), requests * shape.topk, itemsize))
     rows = ForwardRows(requests, shape.num_steps + 1, context)
     for runner in range(max(1, models.runners)):

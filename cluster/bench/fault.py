@@ -1,4 +1,4 @@
-"""Faults of a server with open streams: a process dies, freezes or slows down; what do the streams and /health show?"""
+"""Cause a fault in a server with open streams (kill, freeze or slow down a process), and observe its /health."""
 
 import json
 import os
@@ -15,17 +15,17 @@ from cluster.bench.server import TWO_RANKS, ServerProcess
 from cluster.bench.streams import HOST, ClientStream, Prompt, errors_of, page, run_together, served_model
 
 GANG = ("dtype=float64", *TWO_RANKS)
-OPEN_TOKENS = 6  # a stream with this many counts as open
+OPEN_TOKENS = 6  # a fault waits until streams have this many tokens
 WAIT_S = 120.0
 POLL_S = 0.02
 SLOW_S = 12.0
-SLOW_ON_S, SLOW_OFF_S = 0.01, 0.09  # a rank that runs a tenth of the time
-REPLICA, ENGINE = "ServeReplica:", "-engine"  # what Ray calls the process of an engine replica
+SLOW_ON_S, SLOW_OFF_S = 0.01, 0.09  # a slowed process runs for `SLOW_ON_S`, then is stopped for `SLOW_OFF_S`, and so on
+REPLICA, ENGINE = "ServeReplica:", "-engine"  # parts of Ray's name for the process of an engine replica
 
 
 @dataclass(frozen=True, slots=True)
 class StreamLoad:
-    """What every round streams, and the same streams without a fault (`wanted`)."""
+    """The prompts that every round streams. `wanted` has the streams of a run without a fault, in the same order."""
 
     model: str
     prompts: Sequence[Prompt]
@@ -33,13 +33,13 @@ class StreamLoad:
     wanted: Sequence[ClientStream]
 
     def different(self, streams: Sequence[ClientStream]) -> int:
-        """How many streams ended with other tokens than without a fault."""
+        """Return how many streams finished with tokens that differ from those without a fault."""
         pairs = zip(streams, self.wanted, strict=True)
         return sum(stream.error is None and stream.token_ids != wanted.token_ids for stream, wanted in pairs)
 
 
 def undisturbed(server: ServerProcess, prompts: Sequence[Prompt], max_tokens: int) -> StreamLoad:
-    """Stream everything once.
+    """Stream all prompts once without a fault.
 
     Raises:
         RuntimeError: a stream failed without a fault.
@@ -52,13 +52,14 @@ def undisturbed(server: ServerProcess, prompts: Sequence[Prompt], max_tokens: in
 
 
 class Fault:
-    """One fault, such as "kill rank 0", caused while streams run; `open` of them had not ended at that moment.
+    """One fault, such as "kill rank 0", caused while streams run. `open` streams were unfinished at that moment.
 
-    From it count the seconds until /health failed (`unhealthy_s`) and was 200 again (`healthy_s`); None: not seen.
+    `unhealthy_s`: seconds from the fault until /health failed. `healthy_s`: until /health answered 200 again. Both are
+    None if that has not happened.
     """
 
     def __init__(self, server: ServerProcess, what: str, due: Callable[[list[ClientStream]], bool]) -> None:
-        """It is caused as soon as the streams are `due`."""
+        """`what` is a verb (kill, freeze, slow) and a victim. The fault happens once `due(streams)` is true."""
         self.verb, _, self.whom = what.partition(" ")
         self.before = server_info(server.port)
         self.open = 0
@@ -75,7 +76,7 @@ class Fault:
         return None if self._began is None else time.monotonic() - self._began
 
     def look(self, streams: list[ClientStream]) -> None:
-        """Called repeatedly while the streams run."""
+        """Cause the fault if it is due. Call it repeatedly while the streams run."""
         if self._began is not None or not self._due(streams):
             return
         victim = victim_of(self._server, self.before, self.whom)
@@ -85,7 +86,10 @@ class Fault:
         hurt(self.verb, victim)
 
     def settle(self) -> None:
-        """Wait until the server is healthy again, if a loss is due, and look no more at /health."""
+        """Wait until the server is healthy again, at most `WAIT_S`, then stop polling /health.
+
+        A slowed process loses no gang, so after such a fault there is no wait.
+        """
         if self._began is None:
             return
         if self.verb != "slow":
@@ -94,7 +98,8 @@ class Fault:
         self._thread.join()
 
     def losses(self, after: dict[str, Any]) -> list[dict[str, Any]]:
-        """The gangs lost since the fault, by the server's info `after` it; a new replica knows of no earlier ones."""
+        """Return the gang losses since the fault. `after` is the server's info, read after the fault."""
+        # A new replica does not know the losses of the killed replica.
         known = 0 if self.whom == "replica" else len(self.before.get("restarts", ()))
         losses: list[dict[str, Any]] = after.get("restarts", [])[known:]
         return losses
@@ -111,7 +116,7 @@ class Fault:
 
 
 def victim_of(server: ServerProcess, info: dict[str, Any], whom: str) -> int:
-    """The pid of the process to hurt, a rank of `info` or the replica."""
+    """Return the pid of the process `whom` names: "replica" (the engine's), or a rank listed in `info`."""
     if whom == "replica":
         (engine,) = [p.pid for p in server.processes() if REPLICA in p.name and ENGINE in p.name]
         return engine
@@ -119,7 +124,7 @@ def victim_of(server: ServerProcess, info: dict[str, Any], whom: str) -> int:
 
 
 def hurt(verb: str, pid: int) -> None:
-    """Kill or freeze the process, or let it run a tenth of the time for a while (in a thread of its own)."""
+    """Do `verb` to a process: kill it, freeze it, or slow it down for `SLOW_S` from a thread."""
     if verb == "kill":
         os.kill(pid, signal.SIGKILL)
     elif verb == "freeze":
@@ -129,7 +134,7 @@ def hurt(verb: str, pid: int) -> None:
 
 
 def slow_down(pid: int, seconds: float) -> None:
-    """Stop and continue the process so that it runs a tenth of the time."""
+    """For `seconds`, stop the process and let it continue, again and again, so that it runs a tenth of the time."""
     until = time.monotonic() + seconds
     with suppress(ProcessLookupError):
         while time.monotonic() < until:
@@ -140,20 +145,20 @@ def slow_down(pid: int, seconds: float) -> None:
 
 
 def is_healthy(port: int) -> bool:
-    """Whether /health answers 200."""
+    """Return whether /health answers 200."""
     with suppress(OSError), urllib.request.urlopen(f"http://{HOST}:{port}/health", timeout=10) as answer:
         return bool(answer.status == 200)
     return False
 
 
 def server_info(port: int) -> dict[str, Any]:
-    """The answer of /server_info."""
+    """Return the JSON object of /server_info."""
     info: dict[str, Any] = json.loads(page(port, "/server_info"))
     return info
 
 
 def idle_info(port: int) -> dict[str, Any]:
-    """The same, once every rank reports and none runs a request or uses pages; after 20 s, as it is."""
+    """Wait until ranks report and none runs a request or uses pages, at most 20 s; then return /server_info."""
     until = time.monotonic() + 20.0
     while True:
         info = server_info(port)

@@ -1,7 +1,7 @@
-"""Goals of a bench: a figure, the bound that it must keep, and what happens where it does not.
+"""Goals of a bench: figures and the bounds that they must keep.
 
-A bench with goals has a function `goals(result)` beside `measure` and `show`. `aerie bench` checks them after each run,
-prints a line for each goal that was missed, and ends with exit status 1.
+A bench with goals has a function `goals(result)` beside `measure` and `show`. `aerie bench` checks the goals after each
+run, prints a line for each missed goal, and then exits with status 1.
 """
 
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ QUICK_SLACK = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """One goal. `value` must be at least `bound`, or, without `at_least`, at most `bound`.
+    """One goal for the figure `what`: `value` must be at most `bound`; if `at_least`, at least `bound`.
 
-    `slack`: a quick run measures too little for a verdict on speed, so its bound is looser by this factor. It is 1 for
-    what must hold however short the run is, such as a count of failures.
+    A quick run measures too little to judge speed, so its bound is looser by the factor `slack`. Figures that must hold
+    in any run, such as a count of failures, have a slack of 1.
     """
 
     what: str
@@ -26,29 +26,29 @@ class Goal:
     slack: float = QUICK_SLACK
 
     def bound_of(self, quick: bool) -> float:
-        """The bound of a quick or a full run."""
+        """Return the bound of a full run or, if `quick`, of a quick run."""
         if not quick:
             return self.bound
         return self.bound / self.slack if self.at_least else self.bound * self.slack
 
     def met(self, quick: bool) -> bool:
-        """Whether the figure keeps the bound of a quick or a full run; NaN does not."""
+        """Return whether `value` keeps that bound. NaN never does."""
         bound = self.bound_of(quick)
         return self.value >= bound if self.at_least else self.value <= bound
 
     def line(self, quick: bool) -> str:
-        """The figure and its bound, in one line."""
+        """Return the figure and its bound in one line."""
         side = "at least" if self.at_least else "at most"
         return f"{self.what}: {self.value:.4g}, goal {side} {self.bound_of(quick):.4g}"
 
     def facts(self, quick: bool) -> dict[str, Any]:
-        """The goal as it was checked, JSON-ready."""
+        """Return the goal as it was checked, JSON-ready."""
         side = "at_least" if self.at_least else "at_most"
         return {"what": self.what, "value": self.value, side: self.bound_of(quick), "met": self.met(quick)}
 
 
 def verdict(goals: Sequence[Goal], quick: bool) -> str:
-    """The lines that `aerie bench` prints below a bench's tables: what was checked, then each goal that was missed."""
+    """Return the lines printed below a bench's tables: how many goals were met, then each missed goal."""
     missed = [goal for goal in goals if not goal.met(quick)]
     loose = " (--quick: looser bounds)" if quick and any(goal.slack > 1 for goal in goals) else ""
     lines = [f"goals{loose}: {len(goals) - len(missed)} of {len(goals)} met"]

@@ -1,4 +1,4 @@
-"""Grammars that mean harm, or could be written by somebody who does, as requests ask for them."""
+"""Hostile grammars (very large, deeply nested, ambiguous, recursive or malformed), as fields of requests."""
 
 import json
 from typing import Any
@@ -16,7 +16,9 @@ def _nested(opening: str, inside: str, closing: str, depth: int) -> str:
 
 
 def _letters(count: int, kind: str) -> str:
-    """Rules each of which is the next one twice."""
+    """Return `count` rules. Each rule contains the next rule twice: as alternatives if `kind` is `|`, or in
+    sequence.
+    """
     return "\n".join(f"r{at} ::= r{at + 1} {kind} r{at + 1}" for at in range(count)) + f'\nr{count} ::= "a"'
 
 
@@ -113,7 +115,9 @@ HOSTILE = (
 
 
 def asking(number: int) -> dict[str, Any]:
-    """The fields of a request's body that ask for one of them, by number; higher numbers vary what lower ones ask."""
+    """Return the request fields of hostile grammar `number`. Numbers beyond the list repeat it with variations, so that
+    no cache has them.
+    """
     turn, which = divmod(number, len(HOSTILE))
     grammar = HOSTILE[which]
     mark = f" {turn}" if turn else ""
@@ -134,7 +138,7 @@ def asking(number: int) -> dict[str, Any]:
 
 
 def _read(text: str) -> Any:
-    """A text as JSON, or itself where it is none."""
+    """Return the value of a JSON text, or the text itself if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

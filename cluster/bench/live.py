@@ -1,4 +1,4 @@
-"""Progress of running streams: lines that redraw themselves on a terminal, a plain line every 2 s elsewhere."""
+"""Progress of running streams: redrawn lines on a terminal, one plain line every 2 s elsewhere."""
 
 import shutil
 import sys
@@ -14,14 +14,14 @@ PLAIN_EVERY_S = 2.0
 
 
 class LiveView:
-    """One line per stream and one for the total; on a terminal every call redraws them."""
+    """Draws one line per stream and one for the total; on a terminal, every call redraws them."""
 
     def __init__(self, title: str, max_tokens: int, out: TextIO = sys.stdout) -> None:
         self._title, self._max_tokens, self._out = title, max_tokens, out
         self._drawn = 0
         self._told = time.monotonic()
         size = shutil.get_terminal_size()
-        self._width = min(WIDEST, size.columns - 1)  # a line that wraps could not be redrawn in place
+        self._width = min(WIDEST, size.columns - 1)  # a wrapped line could not be redrawn in place
         self._rows = size.lines
         self._said_end = False
 
@@ -61,7 +61,7 @@ class LiveView:
 
 
 def short(text: str, width: int) -> str:
-    """The last line of a text that is not blank, cut to `width` characters."""
+    """Return the last non-blank line of a text, cut to `width` characters."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
     line = lines[-1]
     return line if len(line) <= width else line[: width - 3] + "..."

@@ -1,4 +1,4 @@
-"""Models that are loaded once, and engines on them that differ in their trees and in what is captured."""
+"""Load models once, and build several engines on them that differ in tree shape and capture settings."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,15 +13,15 @@ from cluster.engine.memory import RankMemory
 from cluster.spec.draft import Draft
 
 Wrap = Callable[[Draft, ResolvedModels], Draft]
-"""What makes another draft of an engine's own. Prefix reuse is to be off: what a draft of several layers keeps beside
-its pools is not copied with pages when it is wrapped."""
+"""Maps an engine's draft to the draft to use in its place. Prefix reuse must be off: the state that a multi-layer draft
+keeps outside its pools is not copied with pages if the draft is wrapped."""
 
 
 class Loaded:
-    """The models of a world of one."""
+    """The loaded models of a single rank."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Load the models of `config`, which has the deepest tree and the longest context of all engines to come.
+        """Load the models of `config`. Its tree must be as deep, and its context as long, as those of any later engine.
 
         Raises:
             ConfigError: as `build_engine`.
@@ -31,34 +31,34 @@ class Loaded:
 
     @property
     def device(self) -> torch.device:
-        """Where the models are."""
+        """The device of the models."""
         return self._prepared.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """What they compute in."""
+        """The dtype that the models compute in."""
         return self._prepared.models.dtype
 
     @property
     def kernels(self) -> str:
-        """What they compute with, in words."""
+        """A description of the models' kernels."""
         return self._prepared.models.kernels.about
 
     @property
     def vocab_size(self) -> int:
-        """How many token ids there are."""
+        """The target's vocabulary size."""
         return self._prepared.resolved.target.vocab_size
 
     @property
     def quantised(self) -> tuple[str, ...]:
-        """What became of quantised weights, in words."""
+        """Descriptions of how quantised weights are stored in memory."""
         return self._prepared.models.quantised
 
     def engine(
         self, config: EngineConfig, wrap: Wrap | None = None, held: Sequence[Sequence[int]] = ()
     ) -> tuple[Engine, ResolvedModels]:
-        """An engine of `config` on these models, whose draft is what `wrap` makes of it; and what was resolved. Its
-        prefix cache has the prompts `held` from the beginning, with random numbers for their cells.
+        """Return an engine of `config` on these models, and the resolved models. `wrap` replaces the engine's draft.
+        The prefix cache initially contains the prompts `held`; their KV cells are random numbers.
 
         Raises:
             ConfigError: as `build_engine`.

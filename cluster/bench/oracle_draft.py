@@ -1,8 +1,8 @@
-"""A draft that is told the truth as far as asked, so that any accept length can be measured, whatever its weights are.
+"""An oracle draft: synthetic acceptance at any accept length, whatever the draft's weights are.
 
-All forwards of the real draft run, and so does its choice of a tree; only then is the tree replaced by one of the same
-size whose nodes are right along one path, as deep as the accept length asks for, and wrong elsewhere. It is all on the
-device, from tables made beforehand, so steps can be captured and nothing waits for the host.
+The real draft runs all its forwards and chooses a tree. That tree is then replaced by a tree of the same size: correct
+tokens along one path, as deep as the wanted accept length, and wrong tokens elsewhere. All work is done on the device,
+from tables made beforehand, so steps can be captured and never wait for the host.
 
 Legend: R requests, N nodes, S depth, L tokens of a text.
 """
@@ -22,36 +22,36 @@ from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.tree import DraftTree, ancestors_of
 from cluster.spec.verify import Accepted
 
-LUCK = 4093  # numbers of the table that decides between two depths; a prime, so that steps of any length visit all
+LUCK = 4093  # size of a table of random numbers; each chooses between two depths. Prime, so any stride visits all
 
 
 class Truth(Protocol):
-    """What the target is going to say."""
+    """Tells which tokens the target is going to choose."""
 
     def after(self, batch: Batch, bonus: Tensor, count: int) -> Tensor:
-        """The bonus of each decoding request, and the `count` tokens after it, `[R, count + 1]`."""
+        """Return each decoding request's bonus token and the `count` tokens after it, `[R, count + 1]`."""
         ...
 
 
 class Counting:
-    """The truth of a target that always says the next token id (`made_up`)."""
+    """The truth of a target that always chooses the next token id (`random_models`)."""
 
     def __init__(self, vocab: int) -> None:
         self._vocab = vocab
 
     def after(self, batch: Batch, bonus: Tensor, count: int) -> Tensor:
-        """See `Truth.after`."""
+        """Return consecutive token ids from the bonus on, modulo the vocabulary."""
         return (bonus[:, None] + torch.arange(count + 1, device=bonus.device)) % self._vocab
 
 
 class WrittenTruth:
-    """The truth as `texts` `[n, L]`, prompts included; the request with seed i writes text i."""
+    """The truth from `texts` `[n, L]`, which include the prompts. The request with seed i generates text i."""
 
     def __init__(self, texts: Tensor) -> None:
         self._texts = texts
 
     def after(self, batch: Batch, bonus: Tensor, count: int) -> Tensor:
-        """See `Truth.after`; beyond a text's end its last token stands for all."""
+        """Return the tokens at each request's position in its text. Beyond the text's end, its last token repeats."""
         texts, length = self._texts.shape
         which = batch.sampling.seeds[: batch.decodes].remainder(texts)
         at = batch.seq_lens[:, None] + torch.arange(count + 1, device=bonus.device)
@@ -60,7 +60,7 @@ class WrittenTruth:
 
 @dataclass(frozen=True, slots=True)
 class TreeTemplate:
-    """A tree of N nodes: `parents` and `depths` `[N]`, `ancestors` `[N, N]`, and which nodes are on its path, `[N]`."""
+    """A tree of N nodes: `parents` and `depths` `[N]`, `ancestors` `[N, N]`; `path` `[N]` marks the correct path."""
 
     parents: Tensor
     depths: Tensor
@@ -70,7 +70,9 @@ class TreeTemplate:
 
 @cache
 def template(num_steps: int, nodes: int, device: torch.device) -> TreeTemplate:
-    """One path of `num_steps` nodes; what is left of N are more children of the path's nodes, in turn."""
+    """Return a tree with one path of `num_steps` nodes below the root, or fewer if `nodes` is too small. The remaining
+    nodes are spread evenly, as children of the nodes on the path.
+    """
     deepest = min(num_steps, nodes - 1)
     parents = [0, *range(deepest), *((node % max(1, deepest)) for node in range(nodes - 1 - deepest))]
     depths = [0]
@@ -82,9 +84,9 @@ def template(num_steps: int, nodes: int, device: torch.device) -> TreeTemplate:
 
 
 class OracleDraft:
-    """A `Draft` whose trees are accepted with `accept_length` tokens a step on average, the bonus included.
+    """A `Draft` whose trees have an accept length of `accept_length` on average, bonus token included.
 
-    Without rounding: a target that chooses otherwise than the truth says, as one in half precision may, accepts less.
+    A target that deviates from the truth, as rounding in half precision may cause, accepts fewer tokens.
     """
 
     def __init__(self, inner: Draft, truth: Truth, accept_length: float, vocab: int, device: torch.device) -> None:
@@ -92,7 +94,7 @@ class OracleDraft:
         self._luck = torch.rand(LUCK, generator=torch.Generator().manual_seed(0)).to(device)
 
     def draft(self, batch: Batch, carried: EagleDraftInput, drawing: PhaseSampling, shape: TreeShape) -> DraftTree:
-        """See `Draft.draft`."""
+        """Run the real draft, and return the oracle's tree of the same size."""
         tree = self._inner.draft(batch, carried, drawing, shape)
         (r, n), steps = tree.tokens.shape, shape.num_steps
         if not steps:
@@ -100,7 +102,8 @@ class OracleDraft:
         made = template(steps, n, tree.tokens.device)
         truth = self._truth.after(batch, carried.bonus, steps).index_select(1, made.depths)
         luck = self._luck.index_select(0, (batch.seq_lens + 7 * batch.decode_rows) % LUCK)
-        right = made.path & (made.depths <= (luck + self._wanted)[:, None])  # so deep, or one deeper
+        # Correct to depth floor(luck + wanted); for luck uniform in [0, 1), the mean of that depth is `wanted`.
+        right = made.path & (made.depths <= (luck + self._wanted)[:, None])
         wrong = torch.where(tree.tokens == truth, (truth + 1) % self._vocab, tree.tokens)
         tokens = torch.where(right, truth, wrong)
         shapes = made.parents.expand(r, n), made.depths.expand(r, n), made.ancestors.expand(r, n, n)
@@ -109,5 +112,5 @@ class OracleDraft:
     def extend(
         self, batch: Batch, accepted: Accepted, features: list[Tensor], draw: SamplingInputs, shape: TreeShape
     ) -> EagleDraftInput:
-        """See `Draft.extend`."""
+        """Run the real draft's extend."""
         return self._inner.extend(batch, accepted, features, draw, shape)

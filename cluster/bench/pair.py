@@ -1,4 +1,4 @@
-"""What is measured: a target, its draft, held-out prompts, and engine configs that differ in the tree alone."""
+"""The subject of a measurement: a target, its draft, held-out prompts, and configs that differ only in the tree."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -20,7 +20,9 @@ ANY_ROWS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class TreeChoice:
-    """A tree to try: depth, children per node, nodes with the root (0: a chain's). Depth 0 is plain decoding."""
+    """A tree shape: depth, children per node, and number of nodes, root included (0 means as many as a chain has). A
+    depth of 0 means plain decoding.
+    """
 
     num_steps: int
     topk: int = 1
@@ -28,7 +30,7 @@ class TreeChoice:
 
     @property
     def nodes(self) -> int:
-        """All nodes, root included."""
+        """The number of nodes, root included."""
         return self.num_draft_tokens or self.num_steps + 1
 
     def __str__(self) -> str:
@@ -40,18 +42,18 @@ class TreeChoice:
 
 
 def shipped() -> TreeChoice:
-    """The default tree: that of a config which names a draft and sets nothing about the tree."""
+    """Return the default tree, which a config has if it names a draft but sets nothing about the tree."""
     config = EngineConfig(model_path="-", speculative_algorithm="EAGLE3", speculative_draft_model_path="-")
     tree = tree_shape(config)
     return TreeChoice(tree.num_steps, tree.topk, tree.num_draft_tokens if tree.topk > 1 else 0)
 
 
 def named(target: str | None, draft: str | None, alone: bool = False) -> tuple[str, str]:
-    """The folders of a target and its draft, each the demo's where it is not given; `alone`: a target without a draft
-    is measured without speculation, and its draft is "".
+    """Return the folders of a target and its draft; the demo's folders replace missing ones. If `alone`, a target may
+    be given without a draft: the target is then measured without speculation, and the returned draft is "".
 
     Raises:
-        ConfigError: a target that needs a draft without one, or no demo in this installation.
+        ConfigError: a target is given without the draft it needs, or this installation has no demo.
     """
     if target is not None and draft is None:
         if alone:
@@ -62,7 +64,7 @@ def named(target: str | None, draft: str | None, alone: bool = False) -> tuple[s
 
 
 def short_path(folder: str) -> str:
-    """The last two parts of a model's folder, by which reports name it."""
+    """Return the last two parts of a model's folder: its name in reports."""
     return "/".join(folder.split("/")[-2:])
 
 
@@ -79,13 +81,13 @@ def _tokenizer(target: str) -> Any:
 
 @cache
 def _prompts(target: str, count: int, length: int) -> list[list[int]]:
-    """Held-out prompts, cached: reading the files that they are cut from takes a second."""
+    """Return held-out prompts, cached because reading their files takes a second."""
     return heldout_prompts(_tokenizer(target), count, length)
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A target and its draft, with the dtype and the torch threads of their engines."""
+    """A target and its draft, with the dtype and the number of torch threads of their engines."""
 
     target: str = str(CHECKOUT / DEMO_TARGET)
     draft: str = str(CHECKOUT / DEMO_DRAFT)
@@ -93,15 +95,15 @@ class Pair:
     num_threads: int | None = None
 
     def prompts(self, count: int, length: int) -> list[list[int]]:
-        """Held-out prompts: cut from files that neither model was trained on.
+        """Return held-out prompts, cut from files that the demo models were not trained on.
 
         Raises:
-            ValueError: the target has no tokenizer, or this Python comes without its library's source.
+            ValueError: the target has no tokenizer, or this Python lacks the source of its library.
         """
         return [list(ids) for ids in _prompts(self.target, count, length)]
 
     def texts(self, count: int, length: int) -> list[str]:
-        """The same prompts as text, for a server.
+        """Return the same prompts as text, for a server.
 
         Raises:
             ValueError: as `prompts`.
@@ -109,8 +111,8 @@ class Pair:
         return [str(_tokenizer(self.target).decode(ids)) for ids in self.prompts(count, length)]
 
     def config(self, shape: TreeChoice, requests: int) -> EngineConfig:
-        """The config of an engine for `requests` at once: without prefix reuse, so that a repeat does all the work
-        again, and without chunked prefill, so that the batches do not depend on step costs measured at start.
+        """Return the config of an engine for `requests` running requests. Prefix reuse is off, so that a repeat does
+        all the work again; chunked prefill is off, so that batches do not depend on step costs measured at start.
         """
         settings: dict[str, object] = {
             "model_path": self.target,

@@ -1,4 +1,4 @@
-"""How much a long prompt slows decoding requests down, and how long its own prefill takes, by `prefill_share`."""
+"""Prefill interference: how much a long prompt slows decoding down, and its time to first token, by `prefill_share`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,21 +13,23 @@ from cluster.bench.report import median, medians, p99, ratio, table
 LONG = "long"
 DEFAULT_SHARE = 0.5
 GOAL_STEP, GOAL_FIRST = 2.2, 2.5  # at DEFAULT_SHARE, for `Interference.median_ratio` and `Interference.first_ratio`
-OPENING_TOKENS = 8  # prompt of a decoding request: short, since decoding is what is measured
-SHORTER = 4  # on one rank the prompt is so many times shorter, so that the contexts beside it hardly grow meanwhile
-LASTING = 5  # on one rank, requests beside the prompt have so many times `steady_tokens`, to outlast it
+OPENING_TOKENS = 8  # prompt length of a decoding request; short, because decoding is measured
+SHORTER = 4  # on one rank, the prompt is this many times shorter, so that other contexts hardly grow during its prefill
+LASTING = 5  # on one rank, other requests generate `LASTING` x `steady_tokens` tokens, so that they outlast the prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Interference:
-    """Inter-token latency of the decoding requests: the time between two outputs of a request, as its user sees it.
+    """Inter-token latency of the decoding requests: the time between two outputs of a request, as a client sees it.
 
-    An output is what a step committed for it, one token or several. *Busy* is the time without the long prompt, before
-    it and, where requests follow, after it, so that a drift of the machine's speed affects both sides. *Prefill* is the
-    time from the prompt's submission to its first token. `median_ratio` is median over median, `tail_ratio` p99 over
-    p99, `ratio` p99 during prefill over the busy median; on a shared machine the last two show mostly the other load.
-    `cpu_ratio` compares CPU seconds of the slower rank's steps instead, median over median. `first_ratio` is the time
-    to the prompt's first token over the same without other requests, `first_cpu_ratio` the same in CPU seconds.
+    An output is the tokens, at least one, that a step commits for a request. *Prefill* is the time from the long
+    prompt's submission to its first token. *Busy* is the time without the long prompt: before its submission and, if
+    requests follow, after its first token, so that a drift of the machine's speed affects prefill and busy equally.
+
+    Ratios are prefill over busy: `median_ratio` of the medians, `tail_ratio` of the p99s, `cpu_ratio` of the median CPU
+    seconds of the slower rank's steps. `ratio` is prefill's p99 over the median of busy; on a shared machine, `ratio`
+    and `tail_ratio` mostly show other load. `first_ratio` is the time to the prompt's first token, over the same time
+    without other requests; `first_cpu_ratio` is the same in CPU seconds.
     """
 
     ratio: float
@@ -45,24 +47,25 @@ class Interference:
 
 
 class First(NamedTuple):
-    """What the long prompt's first token took: wall seconds, and the CPU seconds of the slower rank in each step."""
+    """The cost of the long prompt's first token: wall seconds, and the slower rank's CPU seconds summed over steps."""
 
     seconds: float
     cpu: float
 
 
-Stalls = dict[str, Interference]  # the stalls of one repeat, by the name of the case
+Stalls = dict[str, Interference]  # the interference figures of one repeat, by the name of the case
 
 
 def interference_of(lives: Sequence[RankRun], alone: First) -> Interference:
-    """The stall in one run of a gang: its first rank decodes, its last one, which may be the same, takes the prompt.
-    `alone` is the same prompt without other requests.
+    """Return the interference in one run of a gang. The first rank decodes; the last rank takes the long prompt. In a
+    gang of one rank, one rank does both. `alone` is the cost of the same prompt without other requests.
     """
     a, b = lives[0], lives[-1]
     submitted, first = b.submitted[LONG], b.times[LONG][0]
     took = first_of(lives)
     early = [b.times[name] for name, at in b.submitted.items() if name != LONG and at < submitted]
     late = [b.times[name] for name, at in b.submitted.items() if name != LONG and at >= first]
+    # Busy: from the time when every request has an output until the long prompt is submitted or a request ends.
     windows = [(max(times[0] for times in early), min(submitted, *(times[-1] for times in early)))]
     if late:
         windows.append((max(times[0] for times in late), min(times[-1] for times in late)))
@@ -89,7 +92,7 @@ def interference_of(lives: Sequence[RankRun], alone: First) -> Interference:
 
 
 def gaps(life: RankRun, start: float, stop: float) -> list[float]:
-    """Seconds between successive outputs of each of a rank's requests, where both lie between `start` and `stop`."""
+    """Return the seconds between successive outputs of each request, for outputs between `start` and `stop`."""
     return [
         after - before
         for times in life.times.values()
@@ -99,7 +102,7 @@ def gaps(life: RankRun, start: float, stop: float) -> list[float]:
 
 
 def measured(ranks: RankProcesses, pair: Pair, size: Size, backwards: bool = False) -> Stalls:
-    """One repeat: on two ranks and on one, the prompt alone, then beside decoding requests at each share."""
+    """Run one repeat. On two ranks and on one rank, the prompt runs alone, and with decoding requests at each share."""
     stalls: Stalls = {}
     for world in (2, 1):
         alone = first_of(ranks.run(alone_case(pair, size, world)))
@@ -109,23 +112,25 @@ def measured(ranks: RankProcesses, pair: Pair, size: Size, backwards: bool = Fal
 
 
 def first_of(lives: Sequence[RankRun]) -> First:
-    """What passed from the long prompt's submission to its first token."""
+    """Return the wall and CPU seconds from the long prompt's submission to its first token."""
     submitted, first = lives[-1].submitted[LONG], lives[-1].times[LONG][0]
     steps = zip(*(life.steps for life in lives), strict=True)
     return First(first - submitted, sum(max(s.cpu for s in at) for at in steps if submitted <= at[-1].began < first))
 
 
 def alone_case(pair: Pair, size: Size, world: int) -> Case:
-    """The long prompt on the last rank, in whole chunks, without other requests."""
+    """Return the case in which the last rank runs only the long prompt, in full chunks."""
     long = _long(pair, size, world)
     return Case(_settings(pair, size, world), [RankRequest(LONG, world - 1, long, 2)])
 
 
 def interference_case(pair: Pair, size: Size, world: int, share: float) -> Case:
-    """The long prompt beside decoding requests. Of two ranks, rank 0 decodes all the time, its requests submitted anew
-    when they end; rank 1 decodes, then takes the prompt, then decodes again. One rank takes the prompt beside requests
-    long enough to outlast it, since new ones would queue behind it. Their steps grow with their contexts, so one more
-    request follows the prompt, to show the latency without it at that length.
+    """Return the case of the long prompt with decoding requests.
+
+    With two ranks, rank 0 decodes all the time and resubmits its requests when they end; rank 1 decodes, takes the
+    prompt, then decodes again. With one rank, the other requests are long enough to outlast the prompt, because new
+    requests would queue behind the prompt. Steps get longer as contexts grow, so one more request follows the prompt,
+    to measure the busy latency at the grown contexts.
     """
     prompts = pair.prompts(2 * size.requests, OPENING_TOKENS)
     long = _long(pair, size, world)
@@ -149,14 +154,12 @@ def interference_case(pair: Pair, size: Size, world: int, share: float) -> Case:
 
 
 def stalled(repeats: Sequence[Stalls]) -> dict[str, dict[str, float]]:
-    """Medians over the repeats, JSON-ready, by case."""
+    """Return the medians over the repeats, by case, JSON-ready."""
     return {name: medians([stalls[name] for stalls in repeats]) for name in repeats[0]}
 
 
 def interference_goals(stalls: Mapping[str, Mapping[str, Any]]) -> list[Goal]:
-    """The goals of the default share: a step beside the prompt over a usual one, and the prompt's first token over that
-    of the prompt alone.
-    """
+    """Return the goals for `median_ratio` and `first_ratio` at the default share."""
     found = []
     for name, stall in stalls.items():
         if name.endswith(f" {DEFAULT_SHARE}"):
@@ -166,7 +169,7 @@ def interference_goals(stalls: Mapping[str, Mapping[str, Any]]) -> list[Goal]:
 
 
 def show_stalls(stalls: Mapping[str, Mapping[str, Any]], tokens: int) -> str:
-    """The figures as a table, with the goals of the default share."""
+    """Return the figures as a table, with the goals at the default share."""
     rows = []
     for name, s in stalls.items():
         usual = name.endswith(f" {DEFAULT_SHARE}")

@@ -1,4 +1,4 @@
-"""A process and its descendants, read from /proc: which of them are alive, and how much memory they hold."""
+"""Processes and their descendants, read from /proc: which are alive, and how much memory they use."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ KIB, MIB = 1024, 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class ProcessEntry:
-    """One process; `started` (clock ticks since boot) tells it from a later one with the same pid."""
+    """One process. `started` (clock ticks since boot) distinguishes the process from a later one with the same pid."""
 
     pid: int
     started: int
@@ -23,7 +23,7 @@ class ProcessEntry:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Memory of several processes: `resident_mib` sums their RSS, `proportional_mib` their PSS (shared pages once)."""
+    """Memory of several processes: the sum of their RSS, and the sum of their PSS, which counts a shared page once."""
 
     processes: int
     resident_mib: float
@@ -31,7 +31,7 @@ class Memory:
 
 
 def tree_of(pid: int) -> list[ProcessEntry]:
-    """The process and all its descendants, as far as they are alive (zombies are not)."""
+    """Return the process and all its descendants that are alive; zombies do not count as alive."""
     children: dict[int, list[ProcessEntry]] = {}
     found = []
     for folder in PROC.iterdir():
@@ -41,13 +41,13 @@ def tree_of(pid: int) -> list[ProcessEntry]:
         children.setdefault(parent, []).append(process)
         if process.pid == pid:
             found.append(process)
-    for process in found:
+    for process in found:  # `found` grows while it is iterated: breadth first over the descendants
         found.extend(children.get(process.pid, []))
     return found
 
 
 def memory_of(processes: Iterable[ProcessEntry]) -> Memory:
-    """What the processes hold now; one that has ended is not counted."""
+    """Return the memory that the processes use now; ended processes are not counted."""
     count, resident, proportional = 0, 0, 0
     for process in processes:
         try:
@@ -62,12 +62,12 @@ def memory_of(processes: Iterable[ProcessEntry]) -> Memory:
 
 
 def alive(processes: Iterable[ProcessEntry]) -> list[ProcessEntry]:
-    """Those of the processes that are still alive."""
+    """Return the processes that are still alive."""
     return [process for process in processes if (now := _stat(process.pid)) is not None and now[0] == process]
 
 
 def end(processes: Iterable[ProcessEntry], within_s: float) -> list[ProcessEntry]:
-    """Wait for the processes to end, kill those that do not; returns the ones that had to be killed."""
+    """Wait up to `within_s` for the processes to end, kill the rest, and return the killed processes."""
     left = alive(processes)
     until = time.monotonic() + within_s
     while left and time.monotonic() < until:
@@ -80,7 +80,7 @@ def end(processes: Iterable[ProcessEntry], within_s: float) -> list[ProcessEntry
 
 
 def _stat(pid: int) -> tuple[ProcessEntry, int] | None:
-    """A live process and its parent's pid; None when it has ended."""
+    """Return a live process and its parent's pid, or None if the process has ended or is a zombie."""
     try:
         text = (PROC / str(pid) / "stat").read_text()
     except (OSError, UnicodeDecodeError):

@@ -1,11 +1,11 @@
-"""Models of real ones' shapes with random weights, and drafts for them: folders that any command takes.
+"""Random-weight models with the shapes of real ones, and drafts for them, as folders that any command can load.
 
-Where only this process is to load them, they are `sown`: their files have no numbers in the place of matrices, which
-are made on the device when they are read. That takes seconds where gigabytes would have to be written and read.
+Models that only this process loads can be *sown*: their files have holes in place of matrices, and each matrix is
+generated on the device when it is read. That takes seconds, because gigabytes need not be written and read.
 
-Such a target always says the next token id after the last one: its head is its embedding, moved on by one row, and what
-layers add is small. So it is known what is right (`told.Counting`), by margins that no rounding reaches, and experts
-are chosen as evenly as random numbers choose them.
+A random target always chooses the next token id (last id + 1): its head is its embedding shifted by one row, and the
+layers add little. So the correct tokens are known (`oracle_draft.Counting`), with margins larger than any rounding
+error. Experts are chosen as evenly as random numbers choose them.
 """
 
 import json
@@ -67,20 +67,20 @@ PRESETS |= {
     | (TINY_EXPERTS | {"n_routed_experts": 8, "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 32})
     | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "n_shared_experts": 1},
 }
-"""config.json of each, `COMMON` left out. `mla` has the sizes of DeepSeek-V2-Lite, with DeepSeek-V3's gate."""
+"""config.json of each preset, without `COMMON`. `mla` has DeepSeek-V2-Lite's sizes and DeepSeek-V3's gate."""
 
 DRAFT_VOCABULARY = 32000
-LEAST_LAYERS = 4  # from which on an EAGLE-3 draft's three aux hidden states differ
-SMALL = 0.05  # of what layers add to the residual stream, beside an embedding of 1
+LEAST_LAYERS = 4  # with fewer layers, the three aux hidden states of an EAGLE-3 draft would not differ
+SMALL = 0.05  # scale of what layers add to the residual stream; the embedding has scale 1
 EMBEDDING = "embed_tokens.weight"
-MEMORY, DISK = 0.5, 0.8  # of what is free, that a target may take
-BLOCK = (1 << 24) + 3  # random numbers that repeat; odd, so that no two rows of a weight are alike
+MEMORY, DISK = 0.5, 0.8  # shares of the free memory and disk that a target may take
+BLOCK = (1 << 24) + 3  # period of the random numbers; odd, so that no two rows of a weight are equal
 DTYPES = {"float32": (torch.float32, "F32"), "bfloat16": (torch.bfloat16, "BF16")}
 NAMES = {stored: name for name, (_, stored) in DTYPES.items()}
 
 
 class MadeUp(NamedTuple):
-    """The folders of a target and of its draft; `layers` of the `full` number of layers fit the machine."""
+    """The folders of a target and its draft. The target has `layers` of the preset's `full` number of layers."""
 
     target: str
     draft: str
@@ -92,11 +92,11 @@ class MadeUp(NamedTuple):
 def made_up(
     name: str, layers: int | None = None, device: torch.device | None = None, sow: bool = False
 ) -> Iterator[MadeUp]:
-    """The preset `name` in a temporary folder, with `layers` layers, or as many as fit. With `sow` its matrices are
-    made on the `device` when they are read, which only this process can do, and only here.
+    """A context manager: write the preset `name` to a temporary folder, with `layers` layers or, if None, as many as
+    fit. If `sow`, matrices are generated on `device` when read, only in this process and inside the `with` block.
 
     Raises:
-        ConfigError: there is no such preset, or it does not fit this machine even with few layers.
+        ConfigError: the preset is unknown, or does not fit this machine even with `LEAST_LAYERS` layers.
     """
     if name not in PRESETS:
         raise ConfigError(f"shape {name!r} is not known; the shapes are {', '.join(PRESETS)}")
@@ -106,7 +106,7 @@ def made_up(
 
 
 def random_prompts(vocab_size: int, count: int, length: int) -> list[list[int]]:
-    """`count` prompts of `length` token ids, the same in every run."""
+    """Return `count` prompts of `length` random token ids, the same in every run."""
     dice = torch.Generator().manual_seed(length)
     prompts: list[list[int]] = torch.randint(vocab_size, (count, length), generator=dice).tolist()
     return prompts
@@ -115,10 +115,10 @@ def random_prompts(vocab_size: int, count: int, length: int) -> list[list[int]]:
 def write_pair(
     folder: Path, preset: dict[str, Any], layers: int | None, device: torch.device, sow: bool = False
 ) -> MadeUp:
-    """Write a target of these sizes and an EAGLE-3 draft of one layer for it; with `sow` without their matrices.
+    """Write a target with the preset's sizes, and an EAGLE-3 draft of one layer. If `sow`, leave out the matrices.
 
     Raises:
-        ConfigError: it does not fit this machine even with `LEAST_LAYERS` layers.
+        ConfigError: fewer than `LEAST_LAYERS` layers are wanted, or they do not fit this machine.
     """
     config = COMMON | preset
     full = config["num_hidden_layers"]
@@ -145,12 +145,12 @@ def _described(folder: Path, config: dict[str, Any]) -> TargetArch:
 
 
 def hub_name(name: str) -> str:
-    """What checkpoints on model hubs call a target's tensor, and all that read them understand."""
+    """Return the name that checkpoints on model hubs use for a target's tensor."""
     return name if name.startswith("lm_head.") else f"model.{name}"
 
 
 def _fitting(arch: TargetArch, folder: Path, device: torch.device, sow: bool) -> int:
-    """How many layers fit in memory and, unless it is sown, on the disk; they are about as large as the last."""
+    """Return how many layers fit in memory and, if not `sow`, on the disk. All layers count as large as the last."""
     memory = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
     room = MEMORY * memory if sow else min(MEMORY * memory, DISK * shutil.disk_usage(folder).free)
     room /= DTYPES[arch.dtype][0].itemsize
@@ -160,7 +160,7 @@ def _fitting(arch: TargetArch, folder: Path, device: torch.device, sow: bool) ->
 
 
 class RandomPiece(NamedTuple):
-    """`length` random numbers from number `start` on, times `scale`."""
+    """A run of random numbers: `length` numbers from index `start` on, times `scale`."""
 
     start: int
     length: int
@@ -168,17 +168,17 @@ class RandomPiece(NamedTuple):
 
 
 def pieces_of(name: str, shape: tuple[int, ...], number: int, embeds: bool) -> list[RandomPiece]:
-    """What matrix `name` is made of, before which `number` numbers come; `embeds`: there is an embedding, which comes
-    first, from number 0 on.
+    """Return the runs of random numbers that form matrix `name`. `number` is the count of numbers in all tensors before
+    `name`. `embeds`: the first tensor is an embedding, whose numbers start at index 0.
     """
-    if name == "lm_head.weight" and embeds:
+    if name == "lm_head.weight" and embeds:  # the embedding shifted by one row: its last row, then all other rows
         last, scale = prod(shape) - shape[-1], shape[-1] ** -0.5
         return [RandomPiece(last, shape[-1], scale), RandomPiece(0, last, scale)]
     return [RandomPiece(number, prod(shape), scale_of(name, shape))]
 
 
 class Dice:
-    """Random numbers, a normal distribution, of which the first `BLOCK` repeat."""
+    """Normally distributed random numbers with period `BLOCK`."""
 
     def __init__(self, dtype: str, device: torch.device | None = None) -> None:
         self.dtype, self.name = DTYPES[dtype]
@@ -186,7 +186,7 @@ class Dice:
         self._scaled: dict[float, Tensor] = {}
 
     def parts(self, piece: RandomPiece) -> Iterator[Tensor]:
-        """The numbers of a piece, as views of one block."""
+        """Yield the numbers of a piece, as views of one block."""
         start, count, scale = piece
         if scale not in self._scaled:
             self._scaled[scale] = (self._block * scale).to(self.dtype)
@@ -197,7 +197,7 @@ class Dice:
             count, at = count - part.shape[0], 0
 
     def write(self, file: BinaryIO, piece: RandomPiece) -> None:
-        """Write the numbers of a piece."""
+        """Write the numbers of a piece to a file."""
         for part in self.parts(piece):
             file.write(part.view(torch.uint8).numpy().data)
 
@@ -206,8 +206,8 @@ Named = Sequence[tuple[str, tuple[int, ...]]]
 
 
 def write_tensors(folder: Path, tensors: Named, dice: Dice, ids: Tensor | None = None, sow: bool = False) -> None:
-    """Write `model.safetensors`: random matrices, norms of 1, other vectors of 0, and `ids` as the draft's `d2t`. With
-    `sow` there is nothing in the place of matrices.
+    """Write `model.safetensors`: random matrices (holes in the file if `sow`), norm weights of 1, other vectors of 0.
+    `ids` are written as the draft's `d2t`.
     """
     header: dict[str, Any] = {}
     end, size = 0, dice.dtype.itemsize
@@ -237,7 +237,7 @@ def write_tensors(folder: Path, tensors: Named, dice: Dice, ids: Tensor | None =
 
 @contextmanager
 def sown(folder: Path, device: torch.device) -> Iterator[None]:
-    """Have this process read the matrices of models in `folder` as if they had been written, made on `device`."""
+    """Patch `Checkpoint.read`: generate matrices of models in `folder` on `device`, as `write_tensors` writes them."""
     true, dice = Checkpoint.read, dict[str, Dice]()
 
     def read(self: Checkpoint, stored: str, index: Index = (), to: torch.device | None = None) -> Tensor:
@@ -259,7 +259,9 @@ def sown(folder: Path, device: torch.device) -> Iterator[None]:
 
 
 def scale_of(name: str, shape: tuple[int, ...]) -> float:
-    """Of a weight's numbers, so that rows keep their size; what joins the residual stream stays small beside it."""
+    """Return the scale of a weight's numbers: a product keeps the size of its input; outputs added to the residual
+    stream are small.
+    """
     if name.endswith(EMBEDDING):
         return 1.0
     joins = name.endswith(("o_proj.weight", "down_proj.weight"))
@@ -267,7 +269,7 @@ def scale_of(name: str, shape: tuple[int, ...]) -> float:
 
 
 def _write_draft(folder: Path, arch: TargetArch, config: dict[str, Any], dice: Dice, sow: bool) -> None:
-    """A draft that ranks `DRAFT_VOCABULARY` of the target's ids, in one layer of the target's width."""
+    """Write a draft of one layer of the target's width, with a vocabulary of `DRAFT_VOCABULARY` evenly spaced ids."""
     h, inner, d, count = arch.hidden, config["intermediate_size"], config.get("head_dim", 128), arch.num_layers
     heads, kv_heads, vocab = config["num_attention_heads"], config["num_key_value_heads"], arch.vocab_size
     ranked = min(DRAFT_VOCABULARY, vocab)

@@ -1,7 +1,7 @@
-"""Made-up vocabularies of the size and the mix of real ones.
+"""Random vocabularies with the size and the composition of real ones.
 
-What a grammar costs depends on how many tokens there are, how many are not ASCII, how many begin with a space, and how
-many hold the marks of JSON. These follow Gemma-3's 262,144.
+The cost of a grammar depends on the number of tokens and on how many are not ASCII, begin with a space, or contain
+JSON's punctuation. The shares here follow Gemma-3's vocabulary of 262,144 tokens.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Any
 from cluster.tokenizer.tokenizer import BYTE_OF_CHARACTER
 
 BYTE_LEVEL, SENTENCE_PIECE = 151_936, 262_144
-"""How many ids Qwen's vocabulary has, where a token may be a part of a character, and Gemma's, where none is."""
+"""Sizes of Qwen's and of Gemma's vocabulary. A token of Qwen's may be a part of a character; no token of Gemma's is."""
 STOP = 0
 """The token that ends an output."""
 NAME_OF_STOP = "<|end|>"
@@ -27,12 +27,12 @@ TEMPLATE = (
     "{% for tool in tools or [] %}<tool>{{ tool | tojson }}</tool>\n{% endfor %}"
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant: "
 )
-RUN = 31  # the longest run of spaces, tabs or new lines that is a token
-MARKS = 0.02  # of all tokens are one to three of ASCII's marks
-LETTERS = 0.07  # are one letter, of a script that has many
-LATIN = 0.6  # of the words that are left
-CAPITALS = 0.25  # of the words in Latin
-SPACED = 0.58  # of the words have a space before them
+RUN = 31  # length of the longest token of only spaces, tabs or new lines
+MARKS = 0.02  # share of tokens that are one to three ASCII punctuation characters
+LETTERS = 0.07  # share of tokens that are one letter of a script with many letters
+LATIN = 0.6  # share of Latin words among the remaining tokens
+CAPITALS = 0.25  # share of Latin words with a capital
+SPACED = 0.58  # share of words with a leading space
 BLOCKS = (
     (0.28, 0x0430, 0x0450),
     (0.14, 0x0627, 0x064A),
@@ -41,17 +41,17 @@ BLOCKS = (
     (0.14, 0xAC00, 0xB400),
     (0.26, 0x4E00, 0x5600),
 )
-"""Other scripts: their shares of words and their first and last code points. Chinese has no space before words."""
+"""Other scripts: share of words, first and last code point. Chinese words have no leading space."""
 LETTER_BLOCKS = ((0x4E00, 0x9FA5), (0xAC00, 0xD7A3), (0x00C0, 0x024F), (0x0370, 0x0580), (0x0900, 0x0E7F))
 ONSETS = (*"bcdfghjklmnprstvw", "qu", "st", "tr", "con", "re", "pro")
 RHYMES = (*"aeiou", "ai", "ea", "ou", "er", "or", "an", "en", "al", "on", "it")
-JSON_MARKS = punctuation + 4 * '"",:{}[]'  # as often as text and code have them
+JSON_MARKS = punctuation + 4 * '"",:{}[]'  # JSON's punctuation is drawn more often, as it is in text and code
 ENDS = ("", "", *"nstdrlm", "ck", "nd", "nt", "st", "able", "ate", "ed", "er", "ing", "ion", "ity", "ly", "ment")
 
 
 def made_up_tokens(size: int, seed: int = 0) -> list[bytes]:
-    """What each of `size` tokens writes, the same in every run and no two the same: nothing for `STOP`, then all bytes,
-    runs of white space, marks, letters, and words of seven scripts.
+    """Return the bytes of each of `size` distinct tokens, the same in every run: empty for `STOP`, then all single
+    bytes, runs of white space, punctuation, letters, and words of seven scripts.
     """
     dice = Random(seed)
     found = dict.fromkeys([b"", *(bytes((byte,)) for byte in range(256))])
@@ -88,9 +88,9 @@ def _words(dice: Random, count: int, first: int, last: int) -> Iterator[str]:
 
 
 def write_tokenizer(folder: Path, tokens: Sequence[bytes], byte_level: bool) -> None:
-    """Write a `tokenizer.json` of these tokens: byte-level as Qwen's, else by SentencePiece's rules as Gemma's.
+    """Write a `tokenizer.json` of these tokens: byte-level like Qwen's, or by SentencePiece's rules like Gemma's.
 
-    It has no merges, so it encodes a text as letters or bytes.
+    It has no merges, so it encodes a text as single letters or bytes.
     """
     names = [_byte_level(token) if byte_level else _spaced(token) for token in tokens]
     names[STOP] = NAME_OF_STOP

@@ -1,4 +1,4 @@
-"""What each rank of a server has done, read from its `/metrics` page."""
+"""The counters of each rank of a server, read from its `/metrics` page."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,9 @@ from cluster.bench.streams import page
 
 @dataclass(frozen=True, slots=True)
 class RankCounts:
-    """Counters of one rank: `accepted` draft tokens of `drafts` trees; `padded_rows` were computed only as padding."""
+    """The counters of one rank. `drafts` counts trees, `accepted` their accepted draft tokens, `padded_rows` rows of
+    padding.
+    """
 
     requests: int = 0
     tokens: int = 0
@@ -22,7 +24,7 @@ class RankCounts:
 
     @property
     def accept_length(self) -> float | None:
-        """Tokens committed per tree; None when nothing was drafted."""
+        """The tokens committed per tree, or None if nothing was drafted."""
         return 1.0 + self.accepted / self.drafts if self.drafts else None
 
 
@@ -36,12 +38,12 @@ SERIES = {
 
 
 def read_ranks(port: int) -> dict[int, RankCounts]:
-    """The present counters of every rank."""
+    """Return the current counters of every rank."""
     return counts_of(page(port, "/metrics"))
 
 
 def counts_of(page: str) -> dict[int, RankCounts]:
-    """The counters of a Prometheus page, by rank."""
+    """Return the counters on a Prometheus page, by rank."""
     found: dict[int, dict[str, int]] = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
@@ -52,7 +54,7 @@ def counts_of(page: str) -> dict[int, RankCounts]:
 
 
 def since(before: Mapping[int, RankCounts], after: Mapping[int, RankCounts]) -> dict[int, RankCounts]:
-    """By how much the counters grew between two readings."""
+    """Return how much the counters grew between two readings."""
     nothing = RankCounts()
     return {
         rank: RankCounts(*(getattr(now, n) - getattr(before.get(rank, nothing), n) for n in RankCounts.__slots__))
@@ -61,12 +63,12 @@ def since(before: Mapping[int, RankCounts], after: Mapping[int, RankCounts]) -> 
 
 
 def by_rank(ranks: Mapping[int, RankCounts]) -> list[dict[str, Any]]:
-    """What is reported of every rank; JSON-ready."""
+    """Return the reported figures of every rank, JSON-ready."""
     names = ("requests", "tokens", "accept_length", "padded_rows")
     return [{"rank": rank, **{name: getattr(counts, name) for name in names}} for rank, counts in ranks.items()]
 
 
 def rank_table(ranks: Mapping[int, RankCounts]) -> str:
-    """One line per rank."""
+    """Return a table with one line per rank."""
     rows = [list(row.values()) for row in by_rank(ranks)]
     return table(("rank", "requests", "tokens", "accept length", "padded rows"), rows)

@@ -1,4 +1,4 @@
-"""The process of one measured rank: reads a case per line of stdin, writes its record as a line of stdout, in JSON."""
+"""The process of one measured rank: read a case (JSON) per line of stdin, write its record per line of stdout."""
 
 import json
 import sys
@@ -23,7 +23,7 @@ def main(rank: int) -> None:
         message = json.loads(line)
         try:
             answer = asdict(_live(rank, Rendezvous(HOST, message["port"], message["epoch"]), message["case"]))
-        except Exception as error:  # whatever it is, the parent process reports it
+        except Exception as error:  # the parent process reports any failure
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), flush=True)
 
@@ -48,7 +48,7 @@ def _live(rank: int, rendezvous: Rendezvous, case: Mapping[str, Any]) -> RankRun
 
 
 def _steps(engine: Engine, case: Mapping[str, Any]) -> RankRun:
-    """Step until the gang leaves: the rank of request `until` asks for it, or, without one, every rank out of work."""
+    """Submit the requests and step until the gang leaves: when request `until` ends, or when no rank has work left."""
     waiting = [
         job for job in (RankRequest(**fields) for fields in case["jobs"]) if job.dp_rank == engine.info().dp_rank
     ]

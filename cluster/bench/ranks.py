@@ -1,6 +1,6 @@
-"""The ranks of a gang as plain processes, without Ray, for measurements: every case builds a gang and ends it.
+"""Run the ranks of a gang as plain processes, without Ray, for measurements. Every case builds a gang and ends it.
 
-The processes outlive a case, so that contenders can take turns in one run without starting Python each time.
+The processes outlive a case, so that contenders can take turns in one run without starting Python again.
 """
 
 import json
@@ -24,8 +24,9 @@ CHUNK_ROWS = 512
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much is measured: `requests` per rank; stalls: a prompt of `long_tokens` beside `steady_tokens`, at each of
-    the `shares`, which are values of `prefill_share`; `routed` requests in the simulation of routing.
+    """The size of a measurement, with `requests` per rank. Prefill interference has a prompt of `long_tokens`, other
+    requests that generate `steady_tokens`, and a run for each `prefill_share` in `shares`. The simulation of routing
+    has `routed` requests.
     """
 
     requests: int = 4
@@ -42,7 +43,7 @@ QUICK = Size(2, new_tokens=12, long_tokens=1024, steady_tokens=48, shares=(0.5,)
 
 
 def settings_of(pair: Pair, requests: int, world: int, **more: object) -> dict[str, Any]:
-    """The settings of a gang of `world` data-parallel ranks, and `more` in place of theirs."""
+    """Return the settings of a gang of `world` data-parallel ranks; `more` overrides them."""
     settings = pair.config(DEFAULT, requests).model_dump(exclude_none=True)
     return {
         **settings,
@@ -58,8 +59,9 @@ def settings_of(pair: Pair, requests: int, world: int, **more: object) -> dict[s
 class RankRequest:
     """A greedy request to one data-parallel rank; EOS is ignored.
 
-    `again`: it is submitted anew whenever it has ended, as `name#N` with a new number. `alone`: it waits until its rank
-    runs nothing, and the jobs behind it wait for it. `after`: it waits until the request of that name has ended.
+    `again`: the request is resubmitted whenever it ends, as `name#N` with a new number. `alone`: the request waits
+    until its rank runs nothing; later requests of the rank wait too. `after`: the name of a request that must end
+    before this one starts.
     """
 
     name: str
@@ -73,8 +75,8 @@ class RankRequest:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One run of a gang. It ends when request `until` has ended, or, where that is empty, when all have. With
-    `device_ms` steps run on a simulated device and take so long.
+    """One run of a gang. The run ends when request `until` has ended; if `until` is empty, when all requests have
+    ended. If `device_ms` is not 0, steps run on a simulated device and each takes `device_ms`.
     """
 
     settings: Mapping[str, Any]
@@ -85,10 +87,10 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step of one rank: when it began (a clock that all processes share), wall and CPU seconds, its contents.
+    """One step of one rank: its start (on a clock that all processes share), wall and CPU seconds, and contents.
 
-    `phases` are seconds by phase, as in `StepStats.phase_seconds`: a step that was replayed has the phase `replay` in
-    place of draft, target and extend.
+    `phases` are seconds by phase, as in `StepStats.phase_seconds`: a replayed step has the phase `replay` in place of
+    draft, target and extend.
     """
 
     began: float
@@ -103,9 +105,10 @@ class StepRecord:
 
 @dataclass(slots=True)
 class RankRun:
-    """What one rank recorded: its steps; by request, the times of its submission and of its outputs, and its tokens.
+    """The record of one rank: its steps; and by request, the time of submission, the times of outputs, and the tokens.
 
-    `device_gaps`, `device_waits` and `device_sends` are those of a simulated device.
+    `device_gaps`, `device_waits` and `device_sends` are the lists `gaps`, `waited` and `sent` of a `SimulatedDevice`;
+    without a simulated device they are empty.
     """
 
     steps: list[StepRecord] = field(default_factory=list)
@@ -118,12 +121,12 @@ class RankRun:
 
     @classmethod
     def of(cls, answer: Mapping[str, Any]) -> Self:
-        """The record that a rank's process wrote."""
+        """Return the record from the JSON object that a rank's process wrote."""
         return cls(**{**answer, "steps": [StepRecord(**step) for step in answer["steps"]]})
 
 
 class RankProcesses:
-    """The processes of `world` ranks; `run` gives a case to the first `tp_size` of them."""
+    """The processes of `world` ranks. `run` sends a case to the first `tp_size` of them."""
 
     def __init__(self, world: int) -> None:
         self.world = world
@@ -141,7 +144,7 @@ class RankProcesses:
             self._processes.append(
                 subprocess.Popen(
                     [sys.executable, "-m", "cluster.bench.rank_process", str(rank)],
-                    cwd=CHECKOUT,  # so that the package is found, installed or not
+                    cwd=CHECKOUT,  # makes the package importable even if it is not installed
                     env=environment,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
@@ -156,7 +159,7 @@ class RankProcesses:
             process.wait()
 
     def run(self, case: Case) -> list[RankRun]:
-        """Run a case; the records of its ranks, in rank order.
+        """Run a case and return the records of its ranks, in rank order.
 
         Raises:
             RuntimeError: a rank failed, ended or did not answer; the message names it.

@@ -1,9 +1,9 @@
-"""What grammars cost over vocabularies of real models' sizes: the first request with one and those that follow, what
-travels to a rank, and a step of eight requests.
+"""The cost of grammars with vocabularies of real models' sizes: seconds of the first and of a later request with a
+grammar, bytes sent to a rank, and the time of a step of eight requests.
 
-The model and the tokenizer are made up (`made_up`, `made_up_vocabulary`). A server answers requests one at a time.
-Plain ones come between those with a grammar, so that a cost is a difference within one run. Steps are an engine's in
-this process, in turns with and without grammars.
+Model and tokenizer are random (`random_models`, `random_vocabulary`). A server answers requests one at a time. Requests
+without and with a grammar alternate, so a cost is a difference within one run. Steps run on an engine in this process,
+alternately with and without grammars.
 """
 
 import asyncio
@@ -34,8 +34,8 @@ from cluster.grammar.worker import Worker
 
 GOAL_FIRST_S, GOAL_KNOWN_S, GOAL_BYTES, GOAL_STEP = 0.6, 0.05, 2_000_000, 1.05
 BATCH = 8
-ANSWER = 8  # tokens of an answer that is timed
-ITEMS = 64  # of a list that is longer than any answer
+ANSWER = 8  # tokens of a timed answer
+ITEMS = 64  # items of a list: more than any answer can hold, so no answer ends early
 FIELDS: tuple[dict[str, Any], ...] = (
     {"type": "string"},
     {"type": "integer"},
@@ -53,7 +53,7 @@ FIELDS: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Vocabularies by the number of their ids, the sizes of the model, and how often each thing is measured."""
+    """The vocabulary sizes `ids`, the model's width and layers, the repeats, and the tokens of a measured answer."""
 
     ids: tuple[int, ...] = (BYTE_LEVEL, SENTENCE_PIECE)
     hidden: int = 640
@@ -67,12 +67,12 @@ QUICK = Size(ids=(16_384,), hidden=64, layers=4, repeats=2, new_tokens=16)
 
 
 def measure(size: Size, say: Say) -> list[dict[str, Any]]:
-    """The figures by vocabulary."""
+    """Return the figures of each vocabulary."""
     return [_measured(ids, size, say) for ids in size.ids]
 
 
 def show(rows: list[dict[str, Any]]) -> str:
-    """The figures beside their goals."""
+    """Return the figures and their goals as a table."""
     cells = [[goal.what, f"{goal.value:.3f}", f"at most {goal.bound:g}"] for goal in goals(rows)]
     return "real vocabularies: seconds beyond a plain request's, and steps\n" + table(
         ("what", "measured", "goal"), cells
@@ -80,12 +80,12 @@ def show(rows: list[dict[str, Any]]) -> str:
 
 
 def goals(rows: list[dict[str, Any]]) -> list[Goal]:
-    """The goals: what a grammar adds to a request and to a step, and the bytes that a rank is sent for one."""
+    """Return the goals: the time that a grammar adds to a request and to a step, and the bytes of a sent grammar."""
     return [goal for row in rows for goal in _goals(row)]
 
 
 def schema_of(count: int, mark: str = "field") -> dict[str, Any]:
-    """An object with `count` members of eleven kinds; another `mark` makes another schema."""
+    """Return the schema of an object with `count` members of eleven kinds; their names begin with `mark`."""
     names = [f"{mark}_{at}" for at in range(count)]
     members = {name: FIELDS[at % len(FIELDS)] for at, name in enumerate(names)}
     return {"type": "object", "properties": members, "required": names, "additionalProperties": False}
@@ -117,7 +117,7 @@ def _measured(ids: int, size: Size, say: Say) -> dict[str, Any]:
 
 @contextmanager
 def _model(tokens: list[bytes], size: Size) -> Iterator[Pair]:
-    """A target, its draft and its tokenizer in a temporary folder: with the defaults, Gemma-3 270M's sizes."""
+    """Write a target, its draft and its tokenizer to a temporary folder; `FULL` has Gemma-3 270M's sizes."""
     shape = LLAMA | {"vocab_size": len(tokens), "hidden_size": size.hidden, "num_hidden_layers": size.layers}
     shape |= {"intermediate_size": 2048, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64}
     with TemporaryDirectory(prefix="aerie-real-sized-") as folder:
@@ -127,7 +127,7 @@ def _model(tokens: list[bytes], size: Size) -> Iterator[Pair]:
 
 
 def _grammars() -> dict[str, Grammar]:
-    """Those whose text for ranks is counted."""
+    """Return the grammars whose compiled text, which ranks receive, is measured in bytes."""
     form = FORMATS["hermes"].written({"do": schema_of(20)}, True)
     return {
         "json_object": Grammar("json_object"),
@@ -137,7 +137,7 @@ def _grammars() -> dict[str, Grammar]:
 
 
 def _asking(mark: str) -> dict[str, dict[str, Any]]:
-    """The fields of requests with grammars that no request had before."""
+    """Return fields of requests, by grammar. `mark` changes every grammar, so no cache has a grammar of a new mark."""
 
     def tools(*names: str) -> list[dict[str, Any]]:
         given = ({"name": name, "parameters": schema_of(20, f"{mark}_{name}")} for name in names)
@@ -158,7 +158,7 @@ def _asking(mark: str) -> dict[str, dict[str, Any]]:
 
 
 async def _requests(pair: Pair, size: Size) -> dict[str, dict[str, float]]:
-    """Seconds that the first request with a grammar, and one with a known grammar, take beyond a plain one."""
+    """Return, by grammar, how many seconds its first and a later request take more than a request without grammar."""
     settings = [f"model={pair.target}", f"speculative_draft_model_path={pair.draft}", "tool_call_parser=hermes"]
     found: dict[str, dict[str, list[float]]] = {}
     with ServerProcess(settings) as server:
@@ -181,7 +181,7 @@ async def _requests(pair: Pair, size: Size) -> dict[str, dict[str, float]]:
             here["first"].append(times[1] - usual)
             here["known"].append(times[3] - usual)
 
-        await seconds({"structured_outputs": {"choice": ["a", "b"]}})  # what compiles starts beside the server
+        await seconds({"structured_outputs": {"choice": ["a", "b"]}})  # warm-up: the compiling process may still start
         await beyond("json_object", {"response_format": {"type": "json_object"}})
         for repeat in range(size.repeats):
             for name, body in _asking(f"turn{repeat}").items():
@@ -190,7 +190,7 @@ async def _requests(pair: Pair, size: Size) -> dict[str, dict[str, float]]:
 
 
 def _step(pair: Pair, worker: Worker, size: Size) -> float:
-    """The time of a step of requests that are all held to grammars, by that of one of free requests."""
+    """Return the time of a step in which all requests have grammars, over that of a step without grammars."""
     config = pair.config(DEFAULT, BATCH).model_copy(update={"speculative_forced_tokens": 0})
     engine = build_engine(config)
     prompts = random_prompts(engine.info().vocab_size, BATCH, 32)

@@ -1,4 +1,4 @@
-"""`transformers.generate` as a contender: greedy, KV cache on, EOS ignored, the same prompts and lengths."""
+"""The contender `transformers.generate`: greedy, with KV cache, EOS ignored, the same prompts and lengths."""
 
 import time
 from typing import Any
@@ -11,7 +11,7 @@ from cluster.bench.runs import EngineRun, Texts
 
 
 class Transformers:
-    """The target as `transformers` runs it, in the dtype of our engine."""
+    """The target model, run by `transformers`."""
 
     def __init__(self, folder: str, dtype: str, device: str = "cpu") -> None:
         """`dtype` and `device` are torch's names, such as float32 and cpu."""
@@ -24,7 +24,7 @@ class Transformers:
 
     @torch.inference_mode()
     def run(self, prompts: Texts, new_tokens: int) -> EngineRun:
-        """Continue the prompts, which all have the same length, at the same time."""
+        """Continue the prompts as one batch; all must have the same length."""
         how = {"max_new_tokens": new_tokens, "do_sample": False, "use_cache": True, "pad_token_id": 0}
         ids = torch.tensor([list(prompt) for prompt in prompts], device=self._device)
         started = time.perf_counter()
@@ -34,6 +34,6 @@ class Transformers:
 
     @torch.inference_mode()
     def log_probabilities(self, texts: Texts) -> list[torch.Tensor]:
-        """Log-probabilities `[T, V]` after every token of each text."""
+        """Return, for each text, the log-probabilities `[T, V]` of the token after each of its tokens."""
         rows = (torch.tensor([list(text)], device=self._device) for text in texts)
         return [self.model(input_ids=row, use_cache=False).logits[0].float().log_softmax(-1) for row in rows]

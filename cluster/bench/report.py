@@ -1,4 +1,4 @@
-"""Results as tables for people and as JSON for programs, and the small arithmetic behind both."""
+"""Format results as tables and as JSON, and compute medians, percentiles and ratios for them."""
 
 import json
 import os
@@ -9,11 +9,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-Say = Callable[[str], None]  # who is told of the progress
+Say = Callable[[str], None]  # shows a line of progress
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Rows under headers; columns that hold only numbers are right-aligned."""
+    """Return rows under headers as text; columns with only numbers are right-aligned."""
     cells = [[_shown(cell) for cell in row] for row in rows]
     right = [all(_is_number(row[at]) for row in rows) for at in range(len(headers))]
     widths = [max(len(line[at]) for line in [list(headers), *cells]) for at in range(len(headers))]
@@ -26,38 +26,38 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def records(rows: Sequence[Mapping[str, object]]) -> str:
-    """A table of rows with the same keys, which are the headers."""
+    """Return a table of rows with the same keys; the keys are the headers."""
     return table(list(rows[0]), [list(row.values()) for row in rows])
 
 
 def median(values: Sequence[float]) -> float:
-    """The median; 0.0 of no values."""
+    """Return the median, or 0.0 without values."""
     return statistics.median(values) if values else 0.0
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean; 0.0 of no values."""
+    """Return the mean, or 0.0 without values."""
     return sum(values) / len(values) if values else 0.0
 
 
 def medians(items: Sequence[Any]) -> dict[str, float]:
-    """The median of each field over items of one dataclass; a field that is None in an item is left out."""
+    """Return the median of each field over items of one dataclass. Fields that are None in any item are left out."""
     values = {own.name: [getattr(item, own.name) for item in items] for own in fields(items[0])}
     return {name: median([float(one) for one in of]) for name, of in values.items() if None not in of}
 
 
 def p99(values: Sequence[float]) -> float:
-    """The 99th percentile, by nearest rank; 0.0 of no values."""
+    """Return the 99th percentile by nearest rank, or 0.0 without values."""
     return sorted(values)[-(-99 * len(values) // 100) - 1] if values else 0.0
 
 
 def ratio(part: float, whole: float) -> float:
-    """`part / whole`; 0.0 when `whole` is 0."""
+    """Return `part / whole`, or 0.0 if `whole` is 0."""
     return part / whole if whole else 0.0
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """The first index at which two token lists differ, a missing token included; None when they are equal."""
+    """Return the first index at which two token lists differ, in value or length, or None if the lists are equal."""
     for at, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:
             return at
@@ -65,7 +65,7 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
 
 
 def machine() -> dict[str, Any]:
-    """The hardware and load that figures were taken under, without a host's name."""
+    """Return the CPU, Python version and load of this machine, without its host name."""
     return {
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
@@ -75,18 +75,18 @@ def machine() -> dict[str, Any]:
 
 
 def json_line(result: Mapping[str, Any]) -> str:
-    """One line of JSON with floats short enough to read."""
+    """Return a result as one line of JSON with rounded floats."""
     return json.dumps(rounded(result))
 
 
 def write_json(result: Mapping[str, Any], path: Path) -> None:
-    """Write a result where `docs/benchmarks.md` and later runs can find it."""
+    """Write a result to the file `path` as JSON with rounded floats."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(rounded(result), indent=2) + "\n", encoding="utf-8")
 
 
 def rounded(value: Any) -> Any:
-    """The same structure, every float to four decimals."""
+    """Return the same structure with every float rounded to four decimals."""
     if isinstance(value, float):
         return round(value, 4)
     if isinstance(value, Mapping):

@@ -1,10 +1,10 @@
-"""Routing policies under a skewed load, simulated: ranks in lockstep, where a step takes as long as its slowest rank.
+"""A simulation of routing policies under a skewed load. Ranks run in lockstep, so the slowest rank sets a step's time.
 
-Simulated are arrivals, routing, first-come-first-served admission, chunked prefill in the steps of decoding requests,
-a radix cache per rank, and an accept length of each request's own. The cost of a step is a formula, not a measurement:
+It simulates arrivals, routing, first-come-first-served admission, chunked prefill in the steps of decoding requests,
+a radix cache per rank, and an accept length per request. A step's cost is a formula, not a measurement:
 `STEP_S + max over ranks of (ROW_S * rows + KV_S * KV tokens read)`. The requests, their lengths and their accept
-lengths are drawn once per seed, so every policy serves the very same load; a policy sees what a router sees (output
-and accept lengths only as they come about).
+lengths are drawn once per seed, so every policy serves the same load. A policy knows only what a router knows: output
+and accept lengths show only while tokens are generated.
 """
 
 import random
@@ -22,13 +22,15 @@ ROW_S = 25e-6  # cost of one row (a token in a forward)
 KV_S = 20e-9  # cost of one KV token that one request reads in one step
 BASELINE = "round_robin"
 VOCABULARY = 50_000
-MEMORY = 0.05  # weight of the latest request in the moving average of new tokens, as in the router
-FIRST_GUESS = 128.0  # where that average begins
+MEMORY = 0.05  # weight of the latest request in the moving average of generated tokens, as in the router
+FIRST_GUESS = 128.0  # initial value of that average
 
 
 @dataclass(frozen=True, slots=True)
 class Skew:
-    """The load and the gang. Lengths and sizes are in tokens, shares are of requests, odds are per drafted level."""
+    """The load and the gang. `*_tokens` and `*_output` are lengths in tokens (least, most). `*_share` is a share of the
+    requests. `*_odds` is the probability that a drafted level is accepted.
+    """
 
     ranks: int = 4
     requests: int = 800
@@ -54,7 +56,7 @@ class Skew:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRequest:
-    """One request of the load: its prompt, arrival, output length, and the probability that a level is accepted."""
+    """One request of the load: prompt, arrival (s), output length, and `odds`, the probability of accepting a level."""
 
     request: Request
     arrives: float
@@ -65,8 +67,9 @@ class SimulatedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """How one policy served the load: seconds from arrival to the end and to the first token, the busiest rank's rows
-    over the mean rank's in all steps (`imbalance`), and the share of prompt tokens found in a cache (`prefix_hits`).
+    """The figures of one policy. `mean_s` and `p99_s`: seconds from a request's arrival to its end; `*_first_s`: to its
+    first token. `imbalance`: rows of the busiest rank over the mean rows of a rank, summed over steps. `prefix_hits`:
+    the share of prompt tokens found in a radix cache. `total_s`: duration of the simulated run.
     """
 
     policy: str
@@ -80,13 +83,13 @@ class Row:
 
 
 def compare(seed: int, skew: Skew = Skew(), policies: Sequence[str] = POLICIES) -> list[Row]:
-    """Every policy on the same load, in the order given. The same seed gives the same rows."""
+    """Simulate every policy on the same load; return a row for each, in order. The same seed gives the same rows."""
     jobs = load_of(seed, skew)
     return [_Gang(policy, skew).serve(jobs) for policy in policies]
 
 
 def table_of(rows: Sequence[Row]) -> str:
-    """The rows as text: times in seconds, and the mean time relative to round robin's where that is among them."""
+    """Return the rows as text: times in seconds, and mean times relative to round robin if it is among the rows."""
     base = next((row.mean_s for row in rows if row.policy == BASELINE), 0.0)
     cells = [
         {
@@ -108,8 +111,8 @@ def table_of(rows: Sequence[Row]) -> str:
 
 
 def load_of(seed: int, skew: Skew) -> list[SimulatedRequest]:
-    """The requests in order of arrival: shared prefixes of uneven popularity, a few long prompts; outputs are short or
-    long, accept lengths low or high.
+    """Return the requests in order of arrival. Prompts share prefixes of uneven popularity; a few prompts are long.
+    Outputs are short or long, accept lengths low or high.
     """
     draw = random.Random(seed)
     prefixes = [_text(draw, draw.randint(*skew.prefix_tokens)) for _ in range(skew.prefixes)]
@@ -142,7 +145,7 @@ class _Running:
     new: int = 0
 
     def accept_len(self, num_steps: int) -> int:
-        """Tokens that the next step commits, bonus included; drawn from the job's seed, so equal under every policy."""
+        """Return the tokens that the next step commits, bonus included. They depend on the seed, not on the policy."""
         depth = 0
         while depth < num_steps and self.levels.random() < self.job.odds:
             depth += 1
@@ -178,9 +181,10 @@ class _Gang:
         self._pages = 0
 
     def serve(self, jobs: Sequence[SimulatedRequest]) -> Row:
-        """Serve all jobs to their end."""
+        """Simulate until all jobs have ended, and return the figures."""
         clock, coming = 0.0, deque(jobs)
         while coming or any(rank.waiting or rank.running for rank in self._ranks):
+            # All ranks are idle: advance the clock to the next arrival.
             if coming and not any(rank.waiting or rank.running for rank in self._ranks):
                 clock = max(clock, coming[0].arrives)
             while coming and coming[0].arrives <= clock:
@@ -200,7 +204,7 @@ class _Gang:
         )
 
     def _step(self, clock: float) -> float:
-        """One step of every rank; returns the time at which it ends."""
+        """Simulate one step of every rank; return the time at which it ends."""
         rows, cost, ridden = [], [], []
         for rank in self._ranks:
             self._admit(rank)

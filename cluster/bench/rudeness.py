@@ -1,4 +1,4 @@
-"""What abusive clients do to a server, each act a number of times; runs in a process of its own beside the streams."""
+"""The acts of abusive clients against a server. They run in another process than the measured streams."""
 
 import asyncio
 import json
@@ -15,14 +15,16 @@ from cluster.bench.wire import Reply, connect, head_of, post, read_reply
 CHAT_BYTES = 900_000
 KEYS = 50_000
 SLOW_BODY = 4096  # Content-Length of a slow body
-DRIP_S = 1.0  # seconds between two of its bytes
+DRIP_S = 1.0  # seconds between two bytes of a slow body
 SLOW_LIMIT_S = 60.0
 ABORT_S = (0.004, 0.029)  # a scrape is closed after a time in this range
 
 
 @dataclass(slots=True)
 class AnswerTally:
-    """Answers by status, answers that should be JSON and are not, requests without one, connections that we closed."""
+    """Counts of answers by status, of answers that are not JSON, of requests without an answer (`unanswered`), and of
+    connections that the client closed (`left`).
+    """
 
     statuses: dict[int, int] = field(default_factory=dict)
     not_json: int = 0
@@ -31,7 +33,7 @@ class AnswerTally:
     examples: list[str] = field(default_factory=list)
 
     def note(self, reply: Reply) -> None:
-        """Count one answer that was waited for."""
+        """Count one reply."""
         if not reply.status:
             self.unanswered += 1
             self.examples.append(reply.error)
@@ -43,7 +45,7 @@ class AnswerTally:
 
 
 async def act(name: str, port: int, model: str, count: int) -> AnswerTally:
-    """Do the act `name` `count` times."""
+    """Do the act `name` `count` times and return the tally. `ACTS` limits how many run at once."""
     tally = AnswerTally()
     once, at_once = ACTS[name]
     turn = asyncio.Semaphore(at_once or count)
@@ -59,7 +61,7 @@ async def act(name: str, port: int, model: str, count: int) -> AnswerTally:
 
 
 async def _leave(tally: AnswerTally, port: int, request: bytes, after_s: float) -> None:
-    """Send a request and abort the connection after `after_s`, whatever has come back."""
+    """Send a request and abort the connection after `after_s`, even in the middle of the answer."""
     try:
         _, writer = await asyncio.open_connection(HOST, port)
         writer.write(request)
@@ -87,7 +89,7 @@ async def _chat(tally: AnswerTally, port: int, model: str, number: int, rng: ran
     tally.note(await post(port, "/v1/chat/completions", body))
 
 
-@cache  # the work of making it is no part of what the server has to bear
+@cache  # made once, so that encoding it does not take CPU time from the server
 def _body_of_keys(model: str) -> bytes:
     return json.dumps({"model": model, "prompt": "x", **{f"k{i}": i for i in range(KEYS)}}).encode()
 
@@ -122,12 +124,12 @@ async def _slow(tally: AnswerTally, port: int, model: str, number: int, rng: ran
 
 
 Once = Callable[[AnswerTally, int, str, int, random.Random], Awaitable[None]]
-ACTS: dict[str, tuple[Once, int]] = {  # the coroutine that does one, and how many at once (0: all)
+ACTS: dict[str, tuple[Once, int]] = {  # the coroutine that does one act, and how many run at once (0: all)
     "aborted scrapes": (_scrape, 4),
     "chats of 900 kB": (_chat, 16),
     "bodies of 50,000 keys": (_keys, 8),
     "slow bodies": (_slow, 0),
     "disconnects": (_disconnect, 16),
-    "ordinary requests": (_ordinary, 8),  # the load that grammars bring, without what is hostile in them
+    "ordinary requests": (_ordinary, 8),  # the baseline of hostile grammars: the same requests without a grammar
     "hostile grammars": (_grammar, 8),
 }

@@ -1,4 +1,4 @@
-"""Runs of an engine over prompts, and their figures."""
+"""Run an engine over prompts, and derive the figures of the run."""
 
 import time
 from collections import Counter
@@ -11,14 +11,13 @@ from cluster.bench.report import ratio
 from cluster.engine import Engine
 from cluster.request import Request, RequestParams
 
-Texts = Sequence[Sequence[int]]  # prompts, or what followed them, as token ids
+Texts = Sequence[Sequence[int]]  # prompts or continuations, as token ids
 
 
 @dataclass(slots=True)
 class EngineRun:
-    """Tokens by prompt, and what they cost. `steps` counts verified trees, `accepted` their accepted draft tokens.
-
-    `paths[j]` counts the trees with exactly j accepted draft tokens.
+    """The generated tokens of each prompt, and the cost of the run. `steps` counts verified trees, `accepted` their
+    accepted draft tokens, and `paths[j]` the trees with exactly j accepted draft tokens.
     """
 
     tokens: list[list[int]] = field(default_factory=list)
@@ -30,7 +29,7 @@ class EngineRun:
 
     @property
     def tokens_per_second(self) -> float:
-        """Generated tokens by the time of the whole run, prefill included."""
+        """Generated tokens per second of the whole run, prefill included."""
         return sum(map(len, self.tokens)) / self.seconds if self.seconds else 0.0
 
     @property
@@ -39,7 +38,9 @@ class EngineRun:
         return 1.0 + self.accepted / self.steps if self.steps else 1.0
 
     def by_depth(self, levels: int) -> list[float]:
-        """Of the trees accepted to depth d - 1, the share accepted to depth d, for d from 1 to `levels`."""
+        """Return a share for each depth d from 1 to `levels`: of the trees accepted to depth d - 1, those accepted at
+        d.
+        """
         came = [sum(n for right, n in self.paths.items() if right >= depth) for depth in range(levels + 1)]
         return [ratio(deeper, here) for here, deeper in pairwise(came)]
 
@@ -49,7 +50,7 @@ class EngineRun:
         return 1.0 - self.forward_seconds / self.seconds if self.seconds else 0.0
 
     def add(self, other: "EngineRun") -> None:
-        """Append a run that came after this one."""
+        """Append a later run to this one."""
         self.tokens += other.tokens
         self.seconds += other.seconds
         self.forward_seconds += other.forward_seconds
@@ -59,12 +60,12 @@ class EngineRun:
 
 
 def params_of(new_tokens: int, temperature: float = 0.0, seed: int = 0) -> RequestParams:
-    """Sampling parameters for exactly `new_tokens` tokens: EOS is ignored."""
+    """Return sampling parameters that generate exactly `new_tokens` tokens: EOS is ignored."""
     return RequestParams(temperature=temperature, seed=seed, max_tokens=new_tokens, ignore_eos=True)
 
 
 def run_together(engine: Engine, prompts: Texts, params: Sequence[RequestParams]) -> EngineRun:
-    """Run all prompts at the same time, to their end."""
+    """Run all prompts as one batch until all have finished."""
     result = EngineRun(tokens=[[] for _ in prompts])
     requests = [Request(str(i), tuple(p), own) for i, (p, own) in enumerate(zip(prompts, params, strict=True))]
     started = time.perf_counter()
@@ -85,19 +86,20 @@ def run_together(engine: Engine, prompts: Texts, params: Sequence[RequestParams]
 
 
 def run_greedily(engine: Engine, prompts: Texts, new_tokens: int) -> EngineRun:
-    """Run all prompts at the same time, at temperature 0."""
+    """Run all prompts as one batch, at temperature 0."""
     return run_together(engine, prompts, [params_of(new_tokens)] * len(prompts))
 
 
 class Steady(NamedTuple):
-    """A run, and how many trees a second it verified once the first tokens were there."""
+    """A run. `steps_per_second`: the verified trees per second of decoding (prefill excluded)."""
 
     run: EngineRun
     steps_per_second: float
 
 
 def steady_steps(engine: Engine, prompts: Texts, params: Sequence[RequestParams], batch: int) -> Steady:
-    """Run prompts in batches, of one half of them where each is alone: once to their first tokens, then whole."""
+    """Run prompts in batches of `batch` (at batch 1, only the first half of the prompts) and time their decoding."""
+    # Each batch runs twice: until its first tokens, and until its end. The difference is the time of decoding.
     first, whole = EngineRun(), EngineRun()
     for start in range(0, len(prompts) if batch > 1 else len(prompts) // 2, batch):
         part = slice(start, start + batch)

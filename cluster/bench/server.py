@@ -1,4 +1,4 @@
-"""`aerie serve` as a process of its own, for as long as a `with` block lasts."""
+"""Run `aerie serve` as a process for the duration of a `with` block."""
 
 import os
 import signal
@@ -30,16 +30,18 @@ class ServerError(ValueError):
 
 
 class ServerProcess:
-    """A server that is ready on entry and stopped on exit, with every process that it started.
+    """A server process. Entering the `with` block waits until the server is ready; leaving it stops the server and
+    every process that the server started.
 
-    `ready_s` is how long the start took. `left` names processes that outlived the server and had to be killed.
+    `ready_s` is the duration of the start. `left` lists processes that outlived the server and had to be killed.
     """
 
     def __init__(self, settings: Sequence[str], config: Path | None = None) -> None:
-        """`settings` are `key=value` as for `aerie serve --set`; the port is chosen here. `config` None is the demo's.
+        """`settings` are `key=value`, as for `aerie serve --set`; the port is chosen here. Without `config`, the server
+        gets the demo's config.
 
         Raises:
-            ConfigError: the demo's config is not in this installation.
+            ConfigError: this installation has no demo config.
         """
         self.port = _unused_port()
         self.ready_s = 0.0
@@ -55,7 +57,7 @@ class ServerProcess:
         command = [sys.executable, "-m", "cluster.cli", "serve", "--config", str(self._config)]
         for setting in self._settings:
             command += ["--set", setting]
-        # In a session of its own, so that Ctrl-C reaches it once: as the SIGINT that `_stop` sends.
+        # In its own session, so that Ctrl-C at the terminal does not reach the server; only `_stop` sends it SIGINT.
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -79,7 +81,7 @@ class ServerProcess:
         self._stop()
 
     def processes(self) -> list[ProcessEntry]:
-        """Every live process of the server."""
+        """Return every live process of the server."""
         return tree_of(self._process.pid)
 
     def _listen(self) -> None:
@@ -102,7 +104,7 @@ class ServerProcess:
         return "\n".join(self._said)
 
     def _stop(self) -> None:
-        """Send SIGINT once, wait, and kill what is left; also when Ctrl-C cuts the waiting short."""
+        """Send SIGINT, wait, and kill the processes that are left, even if Ctrl-C ends the wait."""
         process, family = self._process, self.processes()
         grace = 0.0
         try:

@@ -1,7 +1,7 @@
-"""A device that takes a fixed time for each step, in place of a rank's step: what is left is what the host does.
+"""A simulated device that takes a fixed time for each step, to measure only the host's work of a rank.
 
-It is told what to run and goes on alone, as a GPU does; whoever reads a step's results waits until that step is over.
-What a step takes from the host is sent for real. Its tokens mean nothing, and every tree loses its last level.
+Like a GPU, the device runs queued steps asynchronously; reading a step's results waits until the step's time is over. A
+step's inputs are really assembled and sent. Tokens are meaningless; every tree is accepted except for its last level.
 """
 
 import time
@@ -20,13 +20,13 @@ TOKEN = 7
 
 
 class SimulatedDevice:
-    """Stands for `Programs`. `gaps` are seconds in which it had nothing to do before each step that only decodes `full`
-    requests, `waited` the seconds that the host waited for it after each such step, `sent` those that the host took to
-    assemble it.
+    """Replaces `Programs`. Only steps that decode `full` requests, without prompt chunks, are recorded, in seconds:
+    `gaps`, the device's idle time before the step; `waited`, the host's wait for the step; `sent`, the time in which
+    the host assembles the step's inputs.
     """
 
     checksum = 0
-    """Of captured programs, of which there are none."""
+    """The checksum of captured programs; there are none."""
     launched_anew = 0
 
     def __init__(self, assembler: Assembler, step_s: float, full: int) -> None:
@@ -37,10 +37,10 @@ class SimulatedDevice:
         self._step_s, self._full, self._free = step_s, full, 0.0
 
     def drop(self) -> None:
-        """There are no captured programs."""
+        """Do nothing: there are no captured programs to drop."""
 
     def run(self, order: StepInput, plan: StepPlan, shape: TreeShape) -> "SimulatedOutput":
-        """Queue a step."""
+        """Assemble and queue a step; return its output, which can be read once the step's time is over."""
         began = time.perf_counter()
         inputs, finals = self.assembler.send(order, shape.forced), sum(chunk.final for chunk in order.chunks)
         now = time.perf_counter()
@@ -49,12 +49,12 @@ class SimulatedDevice:
         if steady:
             self.gaps.append(max(0.0, now - self._free))
             self.sent.append(now - began)
-        self._free = max(now, self._free) + self._step_s
+        self._free = max(now, self._free) + self._step_s  # steps run one after the other
         return SimulatedOutput(self, self._free, counts, shape.num_steps, steady)
 
 
 class SimulatedOutput:
-    """Stands for a `StepOutput`."""
+    """Replaces a `StepOutput`."""
 
     def __init__(
         self, device: SimulatedDevice, over: float, counts: tuple[int, int, int], num_steps: int, steady: bool
@@ -62,7 +62,7 @@ class SimulatedOutput:
         self._device, self._over, self._counts, self._num_steps, self._steady = device, over, counts, num_steps, steady
 
     def read(self) -> StepDecisions:
-        """Wait until the step is over."""
+        """Wait until the step's time is over, and return its simulated decisions."""
         left = self._over - time.perf_counter()
         if left > 0:
             time.sleep(left)
@@ -82,17 +82,19 @@ class SimulatedOutput:
 
 
 class NoScript:
-    """Stands for an `Exchange`: the simulated step makes none of its calls."""
+    """Replaces an `Exchange`, because a simulated step makes no collective calls."""
 
     def begin(self, step: int, calls: Iterable[ScriptCall], counted: bool) -> None:
-        """Expect no call."""
+        """Do nothing."""
 
     def end(self) -> None:
-        """None was made."""
+        """Do nothing: no call was made, so there is nothing to check."""
 
 
 def simulate(rank: Rank, step_s: float, full: int, ahead: bool) -> SimulatedDevice:
-    """Have a rank whose group has no followers run its steps on such a device, `ahead` of it by one step or not."""
+    """Put a simulated device into a rank without followers, and return the device. `ahead`: the host runs one step
+    ahead of the device.
+    """
     lockstep: Any = rank._lockstep
     lockstep.exchange = NoScript()
     device = SimulatedDevice(lockstep.programs.assembler, step_s, full)

@@ -1,4 +1,4 @@
-"""Steady steps of an engine: all requests decode, no prompt rides."""
+"""Measure steady steps of an engine: steps in which all requests decode and no prompt chunk runs."""
 
 import time
 from collections.abc import Sequence
@@ -8,18 +8,18 @@ from cluster.bench.report import mean
 from cluster.engine import Engine
 from cluster.request import Request
 
-WARM = 3  # steady steps that are left out
+WARM = 3  # the first steady steps, which are not counted
 
 
 class NotSteadyError(RuntimeError):
-    """Too few steps were replayed, or launched, as the caller asked."""
+    """The requests ended before there were enough steady steps of the wanted kind, replayed or eager."""
 
 
 @dataclass(slots=True)
 class SteadySteps:
-    """Steady steps of one engine. `phases` holds seconds of the device by phase (`StepStats.device_phases`), `walls`
-    seconds by the host's clock, `contexts` the mean committed tokens of a request; one number per step each. `tokens`
-    counts all generated tokens.
+    """Steady steps of one engine. Each list has one number per step: `phases` seconds of the device, by phase
+    (`StepStats.device_phases`); `walls` seconds by the host's clock; `contexts` the mean committed tokens of a request.
+    `tokens` counts the tokens generated in all steady steps.
     """
 
     phases: dict[str, list[float]] = field(default_factory=dict)
@@ -29,10 +29,10 @@ class SteadySteps:
 
 
 def steady(engine: Engine, requests: Sequence[Request], count: int, replayed: bool) -> SteadySteps:
-    """Run the requests and return `count` steps in which all of them decode and no prompt is run.
+    """Run the requests and return `count` steady steps; then abort the requests.
 
-    Only steps that were replayed as one captured program count, or, without `replayed`, only steps that were not. The
-    first `WARM` of them are left out. The requests are aborted afterwards.
+    If `replayed`, only steps replayed as a captured program count, otherwise only eager steps. The first `WARM` such
+    steps are left out.
 
     Raises:
         NotSteadyError: the requests ended before there were `count` such steps.

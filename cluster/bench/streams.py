@@ -1,6 +1,6 @@
-"""A light streaming client: completions over plain HTTP, one thread per stream, so that the client costs little.
+"""A lightweight streaming client: completions over plain HTTP, one thread per stream, only the standard library.
 
-Only the standard library: what a client spends on a small machine is taken from the server that it measures.
+On a small machine, CPU time of the client is taken from the server that it measures, so the client must cost little.
 """
 
 import http.client
@@ -21,14 +21,14 @@ HOST = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt and how its tokens are drawn."""
+    """One prompt and its sampling parameters."""
 
     text: str
     temperature: float = 0.0
     seed: int = 0
 
     def body(self, model: str, max_tokens: int) -> dict[str, Any]:
-        """The request's JSON: streamed, with token ids, and with the counts of speculation at the end."""
+        """Return the request's JSON: streamed, with token ids, and with speculation counts at the end."""
         return {
             "model": model,
             "prompt": self.text,
@@ -44,7 +44,9 @@ class Prompt:
 
 @dataclass(slots=True)
 class ClientStream:
-    """One stream as it grows: its own thread writes it, others only read it. `heard` is called at every event."""
+    """The state of one stream. The stream's own thread writes it; other threads only read. `heard` is called at every
+    event.
+    """
 
     prompt: Prompt
     text: str = ""
@@ -60,17 +62,17 @@ class ClientStream:
 
     @property
     def seconds(self) -> float:
-        """Seconds from its start to its end, or to now."""
+        """Seconds from the start to the end of the stream, or to now."""
         return (self.ended or time.perf_counter()) - self.started if self.started else 0.0
 
     @property
     def first_s(self) -> float | None:
-        """Seconds from its start to its first token; None without one."""
+        """Seconds from the start to the first token, or None without a token."""
         return None if self.first is None else self.first - self.started
 
     @property
     def tokens_per_second(self) -> float:
-        """Of this stream alone, time to first token included."""
+        """Tokens per second of this stream, time to first token included."""
         return len(self.token_ids) / self.seconds if self.seconds else 0.0
 
     def take(self, event: dict[str, Any]) -> None:
@@ -91,7 +93,7 @@ class ClientStream:
             self.steps, self.accepted = counts["num_spec_steps"], counts["num_accepted_draft_tokens"]
 
     def run(self, port: int, model: str, max_tokens: int, timeout_s: float = TIMEOUT_S) -> None:
-        """Send the request and read the stream to its end; every failure is kept in `error`, also a timeout."""
+        """Send the request and read the stream to its end. A failure or timeout is stored in `error`."""
         self.started = time.perf_counter()
         connection = http.client.HTTPConnection(HOST, port, timeout=timeout_s)
         try:
@@ -114,13 +116,13 @@ class ClientStream:
 
 
 def page(port: int, path: str) -> str:
-    """The server's answer to GET `path`."""
+    """Return the server's answer to GET `path`."""
     with urllib.request.urlopen(f"http://{HOST}:{port}{path}", timeout=TIMEOUT_S) as answer:
         return str(answer.read(), "utf-8")
 
 
 def served_model(port: int) -> str:
-    """The id of the server's only model."""
+    """Return the id of the server's first model."""
     return str(json.loads(page(port, "/v1/models"))["data"][0]["id"])
 
 
@@ -132,8 +134,8 @@ def run_together(
     look: Callable[[list[ClientStream]], None] | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> list[ClientStream]:
-    """Stream all prompts at once and wait for all; `look` is called with them repeatedly, and once at the end.
-    A stream that receives nothing for `timeout_s` has failed.
+    """Stream all prompts at once and wait for all streams. `look` is called with the streams again and again while they
+    run, and once at the end. A stream that receives nothing for `timeout_s` fails.
     """
     streams = [ClientStream(prompt) for prompt in prompts]
     threads = [threading.Thread(target=s.run, args=(port, model, max_tokens, timeout_s), daemon=True) for s in streams]
@@ -149,23 +151,23 @@ def run_together(
 
 
 def errors_of(streams: Sequence[ClientStream]) -> list[str]:
-    """What went wrong with those streams that did not end with all their tokens."""
+    """Return the errors of the streams that did not end with all their tokens."""
     return [stream.error for stream in streams if stream.error is not None]
 
 
 def first_token_ms(streams: Sequence[ClientStream]) -> float:
-    """Median milliseconds to the first token, of the streams that have one."""
+    """Return the median milliseconds to the first token, over the streams that have a token."""
     return median([1000 * stream.first_s for stream in streams if stream.first_s is not None])
 
 
 def pace(streams: Sequence[ClientStream]) -> float:
-    """Tokens per second of all streams together, from the first start to the last end."""
+    """Return the tokens per second of all streams together, from the first start to the last end."""
     ends = [s.ended for s in streams if s.ended is not None]
     seconds = max(ends) - min(s.started for s in streams) if ends else 0.0
     return sum(len(s.token_ids) for s in streams) / seconds if seconds else 0.0
 
 
 def accept_length(streams: Sequence[ClientStream]) -> float:
-    """Tokens committed per step over all streams; 0.0 when nothing was drafted."""
+    """Return the tokens committed per step over all streams, or 0.0 if nothing was drafted."""
     steps = sum(s.steps for s in streams)
     return 1.0 + sum(s.accepted for s in streams) / steps if steps else 0.0

@@ -1,8 +1,8 @@
-"""Run by the Python of vLLM's own virtual environment, so it imports nothing of this package: generates on demand.
+"""Generate with vLLM on request. It runs in vLLM's own virtual environment, so it imports nothing of this package.
 
-Its argument is JSON for `vllm.LLM`. Each line in has `prompts` (lists of token ids), `new_tokens` and a `temperature`;
-each line out says how long that took, which tokens came, and how many drafts were made and how many of their tokens
-accepted since the start. vLLM's own processes import this file too, before they begin.
+Its argument is JSON: the arguments of `vllm.LLM`. Each input line has `prompts` (lists of token ids), `new_tokens` and
+`temperature`. Each output line has the seconds, the tokens, and the drafts and accepted draft tokens since the start.
+vLLM's worker processes import this file too, before they begin.
 """
 
 import json
@@ -16,10 +16,10 @@ COUNTERS = {"vllm:spec_decode_num_drafts": "drafts", "vllm:spec_decode_num_accep
 
 
 def repair() -> None:
-    """Have the rejection sampler of vLLM's CPU build read the temperatures.
+    """Repair the rejection sampler of vLLM's CPU build, which loses the temperatures (0.32, vllm issue 55005).
 
-    Its stand-in for a program of Triton's writes them into a copy and drops it (0.32, vllm issue 55005): above
-    temperature 0 drafts are accepted by logits over whatever the memory held, and almost none is.
+    Its replacement of a Triton kernel writes the temperatures into a copy and drops the copy. So above temperature 0,
+    logits are divided by uninitialised memory, and almost no draft token is accepted.
     """
     try:
         from vllm.utils import cpu_triton_utils
@@ -35,9 +35,9 @@ def repair() -> None:
 
 
 def main() -> None:
-    """Load the model, say so, and answer until the input ends."""
+    """Load the model, write a line that says "ready", and answer requests until the input ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what vLLM prints must not come between answers
+    os.dup2(2, 1)  # vLLM's prints go to stderr, so that they do not mix with the answers
     from vllm import LLM, SamplingParams
 
     model = LLM(**json.loads(sys.argv[1]))

@@ -1,7 +1,7 @@
-"""An EAGLE draft that records its distribution and its ranking at every depth of a chain that was reached.
+"""An EAGLE draft that records its distribution and its ranking at every depth that a chain reaches.
 
-Depth d is reached when the d - 1 draft tokens before it were accepted. Its context is then committed text, so the
-target's distribution there can be computed afterwards from the text alone.
+A chain reaches depth d if its first d - 1 draft tokens were accepted. The context is then committed text, so the
+target's distribution at that depth can be computed later from the text alone.
 """
 
 from dataclasses import dataclass, replace
@@ -25,12 +25,14 @@ from cluster.spec.propose import CoupledRanking
 from cluster.spec.tree import DraftTree
 from cluster.spec.verify import Accepted
 
-WIDTH = 4  # how many of the best tokens are recorded, for the top-4 figures
+WIDTH = 4  # number of best tokens to record, for the top-4 figures
 
 
 @dataclass(frozen=True, slots=True)
 class Glance:
-    """The draft's distribution `[Vd]` in one context, and its `WIDTH` best target ids: with noise, and without."""
+    """The draft's distribution `[Vd]` in one context. `likely`: the `WIDTH` target ids of highest probability.
+    `coupled`: the `WIDTH` best ids when ranked with the target's Gumbel noise.
+    """
 
     probabilities: Tensor
     coupled: list[int]
@@ -39,7 +41,9 @@ class Glance:
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """One depth (from 1) that was reached: the request's `seed`, the `position`, the target's and the draft's token."""
+    """One `depth` (from 1) that a chain reached: the request's `seed`, the position in the text, the target's `token`,
+    the draft's `proposed` token, and the draft's `glance` in that context.
+    """
 
     seed: int
     position: int
@@ -50,7 +54,7 @@ class Reached:
 
 
 class WatchedRanking:
-    """Ranks as `CoupledRanking` does, or, if `alone`, by the draft's probability alone; records both rankings."""
+    """Ranks like `CoupledRanking` or, if `alone`, by the draft's probability. Records both rankings in any case."""
 
     def __init__(self, ids: Tensor, alone: bool, sampler: Sampler) -> None:
         """`ids` `[Vd]` are the target's ids of the draft vocabulary."""
@@ -58,12 +62,12 @@ class WatchedRanking:
         self._alone, self._ranking = alone, CoupledRanking(ids, 1, sampler=sampler)
 
     def propose(self, columns: ShardedLogits, draw: SamplingInputs) -> tuple[Tensor, Tensor]:
-        """See `Ranking.propose`."""
+        """Record a `Glance` of every request, and return the ranking's proposals."""
         self.levels.append(self._glances(columns.values[:, None], draw.sampling, draw.noise))
         return self._ranking.propose(columns, replace(draw, noise=None) if self._alone else draw)
 
     def _glances(self, logits: Tensor, sampling: SamplingBatch, noise: Noise | None) -> list[Glance]:
-        """One for each request, from `logits` `[B, 1, Vd]`."""
+        """Return one `Glance` per request, from `logits` `[B, 1, Vd]`."""
         tempered = logits[:, 0] * sampling.inverse_temperature[:, None]
         if noise is None:
             ranked = logits
@@ -74,10 +78,10 @@ class WatchedRanking:
 
 
 class WatchedDraft:
-    """An `EagleDraft` of chains that records every `Reached`."""
+    """An `EagleDraft` of chains that appends a `Reached` to `reached` for every depth that was reached."""
 
     def __init__(self, runner: DraftRunner, alone: bool = False, sampler: Sampler = TORCH) -> None:
-        """`alone` ranks by the draft's probability, without noise."""
+        """`alone`: rank by the draft's probability, without noise."""
         self.reached: list[Reached] = []
         self.ids = runner.model.target_ids
         self._ranking = WatchedRanking(self.ids, alone, sampler)
@@ -87,7 +91,7 @@ class WatchedDraft:
         self._tokens = torch.zeros(0)
 
     def draft(self, batch: Batch, carried: EagleDraftInput, drawing: PhaseSampling, shape: TreeShape) -> DraftTree:
-        """See `Draft.draft`."""
+        """Draft a chain. Its tokens and the glances of its levels are kept until `extend`."""
         self._ranking.levels = self._levels = []
         tree = self._draft.draft(batch, carried, drawing, shape)
         self._tokens = tree.tokens
@@ -96,7 +100,9 @@ class WatchedDraft:
     def extend(
         self, batch: Batch, accepted: Accepted, features: list[Tensor], draw: SamplingInputs, shape: TreeShape
     ) -> EagleDraftInput:
-        """See `Draft.extend`; first records the depths that this step reached."""
+        """Record the depths that this step's chains reached, then extend the draft and keep each request's first
+        glance.
+        """
         self._note(batch, accepted)
         self._ranking.levels = []
         carried = self._draft.extend(batch, accepted, features, draw, shape)
@@ -105,6 +111,7 @@ class WatchedDraft:
         return carried
 
     def _note(self, batch: Batch, accepted: Accepted) -> None:
+        # Depth 1 was ranked by the previous step's extend (`_carried`), depth d > 1 by forward d - 1 of this draft.
         rows, lens, depths = batch.decode_rows.tolist(), batch.seq_lens.tolist(), self._tokens.shape[1] - 1
         seeds, tokens, proposed = batch.sampling.seeds.tolist(), accepted.tokens.tolist(), self._tokens.tolist()
         for i, count in enumerate(accepted.accept_len.tolist()):
@@ -115,8 +122,8 @@ class WatchedDraft:
 
 
 def watched_engine(config: EngineConfig, alone: bool = False) -> tuple[Engine, WatchedDraft]:
-    """An engine of `config` with a recording draft, and that draft."""
-    prepared = prepare_alone(config.model_copy(update={"capture": "off"}))  # what is recorded is no part of a program
+    """Return an engine of `config` with a recording draft, and that draft."""
+    prepared = prepare_alone(config.model_copy(update={"capture": "off"}))  # a replay would not run the recording
     assert prepared.resolved.shape.topk == 1, "only a chain has one context per depth"
     (runner,) = prepared.memory.draft_runner_list
     draft = WatchedDraft(runner, alone, prepared.sampler)

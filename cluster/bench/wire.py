@@ -1,4 +1,4 @@
-"""Many HTTP requests from one process, also abusive ones: plain asyncio connections, to cost little."""
+"""Send many HTTP requests, abusive ones included, from one process over plain asyncio connections (little CPU)."""
 
 import asyncio
 import json
@@ -15,10 +15,11 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Reply:
-    """What one request got. Seconds count from `began`; `status` 0 means no answer, and `error` says why.
+    """The reply to one request. `seconds` and `first_s` count from `began`. If there was no answer, `status` is 0 and
+    `error` says why.
 
-    `first_s` is when the first event of a stream came, `failure` is an error event. `whole`: the body, or the stream up
-    to its `[DONE]`, came completely.
+    For a stream, `first_s` is the time of the first event, and `failure` is the text of an error event. `whole`: the
+    whole body, or the stream up to `[DONE]`, was received.
     """
 
     began: float = 0.0
@@ -33,7 +34,7 @@ class Reply:
 
     @property
     def is_json(self) -> bool:
-        """Whether the body is a JSON object and the headers say so."""
+        """Whether the body is a JSON object with the content type of JSON."""
         try:
             return self.headers.get("content-type", "").startswith("application/json") and isinstance(
                 json.loads(self.body), dict
@@ -43,7 +44,7 @@ class Reply:
 
 
 def head_of(method: str, path: str, length: int | None = None) -> bytes:
-    """The head of a request, with `length` for one whose JSON body of so many bytes follows."""
+    """Return the head of an HTTP request. If a JSON body follows, `length` is its number of bytes."""
     lines = [f"{method} {path} HTTP/1.1", f"Host: {HOST}", "Connection: close"]
     if length is not None:
         lines += ["Content-Type: application/json", f"Content-Length: {length}"]
@@ -51,7 +52,7 @@ def head_of(method: str, path: str, length: int | None = None) -> bytes:
 
 
 async def read_reply(reader: asyncio.StreamReader, reply: Reply) -> None:
-    """Read an answer to its end."""
+    """Read an answer to its end into `reply`."""
     status = await reader.readline()
     if not status.startswith(b"HTTP/"):
         raise ConnectionError(f"not an HTTP status line: {status[:80]!r}")
@@ -74,11 +75,11 @@ async def read_reply(reader: asyncio.StreamReader, reply: Reply) -> None:
 
 
 Exchange = Callable[[asyncio.StreamReader, asyncio.StreamWriter, Reply], Awaitable[None]]
-"""Sends a request and reads its answer."""
+"""A coroutine that sends a request and reads the answer into the reply."""
 
 
 async def connect(port: int, exchange: Exchange, within_s: float = TIMEOUT_S) -> Reply:
-    """Do the exchange on a connection of its own; failures go into `Reply.error`."""
+    """Run the exchange on a new connection and return the reply; failures are stored in `Reply.error`."""
     reply = Reply(began=time.perf_counter())
     writer = None
     try:
@@ -95,7 +96,7 @@ async def connect(port: int, exchange: Exchange, within_s: float = TIMEOUT_S) ->
 
 
 async def post(port: int, path: str, body: Mapping[str, Any] | bytes) -> Reply:
-    """Send one request with a JSON body, given as bytes where it is already encoded, and read its answer."""
+    """POST a JSON body, given as a mapping or as encoded bytes, and return the reply."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
 
     async def exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, reply: Reply) -> None:
@@ -106,5 +107,5 @@ async def post(port: int, path: str, body: Mapping[str, Any] | bytes) -> Reply:
 
 
 def drive(work: Callable[..., Coroutine[Any, Any, T]], *args: object) -> T:
-    """Run a coroutine to its end; meant for another process, so that it does not disturb the one that measures."""
+    """Run a coroutine function to its end. Meant for a separate process, to leave the measuring process undisturbed."""
     return asyncio.run(work(*args))

@@ -1,8 +1,7 @@
-"""Memory for what a tape's program makes: what it is done with is lent anew to whatever it makes next.
+"""Buffers of a captured program. A freed buffer is reused by later operators of the same program and by other programs.
 
-While a program runs for the first time, tensors that it drops free their memory, which is in a near cache when it is
-used again. A tape makes the same calls on the same memory, so it can have that too: what was dropped before a call is
-dropped before that call in every replay.
+Reuse keeps the working set small, so a reused buffer is often still in a CPU cache. It is safe because a tape repeats
+the same calls in the same order: a tensor that was freed before a call is also unused at that call in every replay.
 """
 
 import ctypes
@@ -13,14 +12,14 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-WIDEST = 2  # a buffer is lent for no less than a half of its numbers
+WIDEST = 2  # a buffer is lent only if it is at most this many times as large as needed
 
 
 class Buffers:
-    """Lends tensors, each for as long as anything holds it or a view of it.
+    """Lends tensors. A tensor's buffer becomes free when nothing refers to the tensor or a view of it any more.
 
-    The memory itself stays: calls that were told of an address find it at any time. Tapes that never run at the same
-    time can share it.
+    The memory itself is never released, so recorded calls may keep raw addresses. Tapes that never run at the same time
+    may share one `Buffers`.
     """
 
     def __init__(self) -> None:
@@ -30,13 +29,14 @@ class Buffers:
 
     @property
     def bytes(self) -> int:
-        """Memory of all buffers."""
+        """The memory of all buffers, lent or free."""
         return sum(buffer.nbytes for buffer in self._made)
 
     def lend(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """A tensor with the size and strides of `like`, whose numbers are whatever lies there, and its whole buffer."""
+        """Return an uninitialised tensor with the size, strides and dtype of `like`, and the buffer that it lies in."""
         which = self._taken(like.untyped_storage().nbytes() // like.itemsize, like.dtype)
         buffer = self._made[which]
+        # The tensor keeps `held` alive, so the finalizer of `held` runs when the last view of the tensor is gone.
         held = (ctypes.c_char * buffer.nbytes).from_address(buffer.data_ptr())
         lent = torch.frombuffer(held, dtype=like.dtype)
         place = lent.untyped_storage()._cdata
@@ -45,7 +45,7 @@ class Buffers:
         return lent.as_strided(like.size(), like.stride()), buffer
 
     def lasting(self, tensor: Tensor) -> Tensor:
-        """The same numbers as `tensor`, but holding it does not keep them lent; `tensor` itself if they never were."""
+        """Return a tensor over the same memory that does not keep its buffer lent; `tensor` itself if none is lent."""
         which = self._lent.get(tensor.untyped_storage()._cdata)
         if which is None:
             return tensor
@@ -54,13 +54,15 @@ class Buffers:
         return empty.set_(place, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def _taken(self, numbers: int, dtype: torch.dtype) -> int:
-        """The smallest free buffer that fits, or a new one."""
+        """Return the index of the smallest free buffer that fits, or of a new one."""
         free = self._free[dtype]
         at = bisect_left(free, (numbers, 0))
         found, which = free.pop(at) if at < len(free) else (0, 0)
         if numbers <= found <= WIDEST * numbers:
             return which
-        if found:  # too large; or garbage was collected meanwhile, which may give buffers back and move others
+        # Put back one that is too large. It may also be too small: a garbage collection between the bisection and the
+        # pop frees buffers, which shifts the list.
+        if found:
             insort(free, (found, which))
         self._made.append(torch.empty(numbers, dtype=dtype))
         return len(self._made) - 1

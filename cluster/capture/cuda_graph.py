@@ -1,11 +1,11 @@
-"""A program captured on a GPU: CUDA graphs, one after the other, and between them what the host does.
+"""A program captured on a GPU: a sequence of CUDA graphs, with calls of the host between them.
 
-Capturing only notes what a program would launch, so a program that calls the host amid its work (`recorder.hosted`)
-is captured in segments: each is launched as soon as it ends, the host makes its call on what came of it, and the next
-begins. So a capture runs the program once, as a tape does. A program without such calls is one segment.
+A capture records kernels without running them. So a program that calls the host in its middle (`recorder.hosted`) is
+captured in segments: each segment is launched as soon as its capture ends, the host makes its call on the results, and
+the capture of the next segment begins. So capturing also runs the program once, as recording a tape does. A program
+without such calls is one segment.
 
-What is made on first use (workspaces of libraries, constants that are kept, kernels compiled) must have been made
-before: run the program once as it is.
+Run the program once eagerly before capturing it: library workspaces, cached constants and compiled kernels must exist.
 """
 
 from collections.abc import Callable
@@ -21,37 +21,37 @@ T = TypeVar("T")
 
 
 class Segments(Protocol):
-    """A device that can note what it is told to do, in place of doing it."""
+    """Captures the segments of programs on one device: `CudaSegments`, or a fake in tests."""
 
     def ready(self) -> None:
-        """Wait for all work, and give back memory that nobody uses: a program is about to be captured."""
+        """Prepare for a capture: wait for all queued work, and release unused cached memory."""
         ...
 
     def begin(self) -> None:
-        """From now on note what is launched."""
+        """Begin to capture a segment."""
         ...
 
     def end(self) -> Callable[[], object]:
-        """Note no more; returns what launches all that was noted."""
+        """End the segment; return a function that launches it."""
         ...
 
     def drop(self) -> None:
-        """Note no more and forget what was noted, after an error."""
+        """Discard the segment under capture, after an error."""
         ...
 
     def held(self) -> int:
-        """Bytes of the memory in which captured programs work."""
+        """Return the bytes of memory that captured programs work in."""
         ...
 
 
 class Graph(Generic[T]):
-    """A captured program. `output` is what it returned: tensors that every replay fills anew."""
+    """A captured program. `output` is what it returned: tensors that every replay overwrites."""
 
     def __init__(self, program: Callable[[], T], segments: Segments) -> None:
-        """Capture `program`, and run it."""
+        """Capture `program` and run it once."""
         self._segments = segments
         self._parts: list[Callable[[], object]] = []
-        catch_up()  # what makes ready waits for all work too, but not under watch
+        catch_up()  # `ready` waits for the device too, but not under the watchdog: it could wait forever
         segments.ready()
         before = segments.held()
         with torch.inference_mode(), recorded_by(self):
@@ -66,29 +66,30 @@ class Graph(Generic[T]):
 
     @property
     def bytes(self) -> int:
-        """Memory by which that of all programs grew for this one."""
+        """The memory that this capture added to the pool that all programs share."""
         return self._bytes
 
     def __len__(self) -> int:
         return len(self._parts)
 
     def replay(self) -> None:
-        """Launch the segments on the current stream, and make the calls of the host between them."""
+        """Launch the segments on the current stream, with the host's calls between them."""
         with torch.inference_mode():
             for part in self._parts:
                 part()
 
     def opaque(self, run: Callable[..., Any], given: tuple[Any, ...]) -> Any:
-        """See `recorder.opaque`: whatever it launches is noted."""
+        """Make the call: the capture records the kernels that it launches."""
         return run(*given)
 
     def native(self, run: Callable[..., None], given: tuple[Any, ...]) -> None:
-        """See `recorder.native`: whatever it launches is noted."""
+        """Make the call: the capture records the kernels that it launches."""
         run(*given)
 
     def hosted(self, run: Callable[..., Tensor | None], given: tuple[Any, ...]) -> Tensor | None:
-        """See `recorder.hosted`. Its output lies outside the memory of programs, at a place of its own."""
+        """End the segment, make the host's call, and begin the next segment."""
         self._end()
+        # The output is allocated between two captures, so it lies outside the graph pool: no graph overwrites it.
         with recorded_by(None):
             made = answered(run, given)
 
@@ -108,7 +109,7 @@ class Graph(Generic[T]):
 
 
 class CudaSegments:
-    """CUDA graphs on the current device, all in one pool of memory, since no two of them run at the same time."""
+    """CUDA graphs on the current device. All share one memory pool, since no two of them run at the same time."""
 
     def __init__(self) -> None:
         self._pool: Any = torch.cuda.graph_pool_handle()
@@ -117,18 +118,18 @@ class CudaSegments:
         self._graph: Any = None
 
     def ready(self) -> None:
-        """See `Segments`. While it notes, torch cannot give back memory that it holds unused."""
+        """Synchronize and empty the cache: torch cannot release cached memory during a capture."""
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
     def begin(self) -> None:
-        """See `Segments`. What other threads do with CUDA meanwhile is no part of the capture, and no error."""
+        """Begin to capture. Mode "thread_local": CUDA calls of other threads are neither captured nor an error."""
         self._graph, self._noting = torch.cuda.CUDAGraph(), torch.cuda.stream(self._stream)
         self._noting.__enter__()
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def end(self) -> Callable[[], object]:
-        """See `Segments`."""
+        """End the capture; return the graph's `replay`."""
         graph: Any = self._graph
         try:
             graph.capture_end()
@@ -138,18 +139,18 @@ class CudaSegments:
         return launch
 
     def drop(self) -> None:
-        """See `Segments`."""
-        if self._graph is None:  # the error came from the end of a segment, or from the host's call behind it
+        """End the capture under way, if any, and discard its graph."""
+        if self._graph is None:  # no capture is under way: ending a segment failed, or the host's call after it
             return
         try:
             self._graph.capture_end()
-        except RuntimeError:  # the capture is invalid, which is why we are here
+        except RuntimeError:  # expected: the error that led here has made the capture invalid
             pass
         finally:
             self._left()
 
     def held(self) -> int:
-        """See `Segments`: all that torch holds, of which only the pool grows while a program is captured."""
+        """Return all memory that torch has reserved. During a capture only the graph pool grows."""
         return torch.cuda.memory_reserved()
 
     def _left(self) -> None:

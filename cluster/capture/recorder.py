@@ -1,10 +1,11 @@
-"""What a program tells whoever records it: its calls that a recorder cannot look into, and those of the host.
+"""How a program marks the calls that a recorder cannot see by itself: `native`, `opaque`, `hosted` and `ahead`.
 
 A program is recorded as a tape on a CPU (`cluster/capture/tape.py`), or as CUDA graphs on a GPU
-(`cluster/capture/cuda_graph.py`). Both recorders see torch's operators by themselves; the program tells them the rest:
-`native` and `opaque` are calls of device work that a recorder repeats as they are. `hosted` is a call of the host
-inside the program: a tape repeats it where it stands, while a graph ends before it and another begins after it. `ahead`
-is a call of the host before each run; no recorder sees it, and the code that replays the program makes it.
+(`cluster/capture/cuda_graph.py`). Both recorders see torch's operators. The program marks all other calls:
+- `native` and `opaque`: device work that is repeated as one call.
+- `hosted`: a call of the host in the middle of the program. A tape repeats it in its place. A CUDA graph ends before
+  it, and another begins after it.
+- `ahead`: a call of the host before each run. It is not recorded; the code that replays the program makes it.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,31 +25,29 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class CaptureError(RuntimeError):
-    """A program that cannot be replayed; the message names the operator and what is wrong with it."""
+    """The program cannot be replayed. The message names the operator and the reason."""
 
 
 class Captured(Protocol[T_co]):
-    """A program that was run once and can be run again. `output` is what it returned: tensors that every replay fills
-    anew. `bytes` is the memory that it holds for itself.
-    """
+    """A recorded program, which can be replayed."""
 
     @property
     def output(self) -> T_co:
-        """What the program returned."""
+        """What the program returned: tensors that every replay overwrites."""
         ...
 
     @property
     def bytes(self) -> int:
-        """Memory of its buffers."""
+        """The memory that this program added to that of all programs."""
         ...
 
     def replay(self) -> None:
-        """Run it again on what now lies in its inputs."""
+        """Run the program again on the present contents of its input tensors."""
         ...
 
 
 class Recorder(Protocol):
-    """Records a program while that runs; each method makes the call, or has it made, and notes it."""
+    """Records a program while it runs. Each method makes the call and records it."""
 
     def opaque(self, run: Callable[..., Any], given: tuple[Any, ...]) -> Any:
         """See the function `opaque`."""
@@ -65,15 +64,17 @@ class Recorder(Protocol):
 
 @dataclass(slots=True)
 class Ahead:
-    """What the host does before each run of a program that is repeated: `calls`, which say whether what is recorded
-    fits what they made. The program's first run finds them, and is run as it is; then they are `known`.
+    """Calls of the host before each run of a program. A call that returns False makes the step run eagerly, because the
+    recorded program does not fit what the call prepared. The program's first, eager run collects `calls`; then they are
+    `known`.
     """
 
     calls: list[Callable[[], bool]] = field(default_factory=list)
     known: bool = False
 
     def ready(self) -> bool:
-        """Make them all; whether the program may be recorded, or repeated, for what the step at hand needs."""
+        """Make all calls; return whether the program may be recorded, or replayed, for this step."""
+        # A list, not all() over a generator: every call must be made, even after one that returned False.
         made = [call() for call in self.calls]
         return all(made)
 
@@ -84,7 +85,7 @@ _ahead: ContextVar[Ahead | None] = ContextVar("ahead", default=None)
 
 @contextmanager
 def recorded_by(recorder: Recorder | None) -> Iterator[None]:
-    """What is called in this block is recorded by `recorder`; by nobody if None."""
+    """Have `recorder` record the marked calls of this block; None: record nothing."""
     token = _recorder.set(recorder)
     try:
         yield
@@ -94,7 +95,7 @@ def recorded_by(recorder: Recorder | None) -> Iterator[None]:
 
 @contextmanager
 def repeated(ahead: Ahead) -> Iterator[None]:
-    """What runs in this block is a program that is to be repeated: its first run, or the one that is recorded."""
+    """Run a program that will be replayed later: this block is its first, eager run, or the run that is recorded."""
     token = _ahead.set(ahead)
     try:
         yield
@@ -104,15 +105,15 @@ def repeated(ahead: Ahead) -> Iterator[None]:
 
 
 def repeats() -> bool:
-    """Whether what runs is a program that is to be repeated."""
+    """Return whether the running program will be replayed later."""
     return _ahead.get() is not None
 
 
 def ahead(call: Callable[[], bool]) -> None:
-    """Have the host make `call` now, and before each run of the program that runs; once, if it is asked for again.
+    """Make `call` now, and have it made before each later run of this program. A repeated request is ignored.
 
     Raises:
-        CaptureError: the program is being recorded, and did not need this when it first ran.
+        CaptureError: the program is being recorded, and its first run did not ask for this call.
     """
     found = _ahead.get()
     assert found is not None, "nobody repeats what runs"
@@ -126,14 +127,15 @@ def ahead(call: Callable[[], bool]) -> None:
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """In this block nothing is recorded, operators of torch included."""
+    """Record nothing in this block, torch's operators included."""
     with recorded_by(None), _disable_current_modes():
         yield
 
 
 def opaque(run: Callable[..., R], *given: Any) -> R:
-    """`run(*given)`, whose output is a tensor of a shape that must not change, and which is recorded as one call: what
-    happens inside, it decides anew in each replay on a CPU. On a GPU it is captured as it runs.
+    """Return `run(*given)`, a tensor whose shape must not change between replays.
+
+    A tape records it as one call, so `run` may branch on the data in each replay. On a GPU its kernels are captured.
     """
     recorder = _recorder.get()
     if recorder is None:
@@ -143,7 +145,7 @@ def opaque(run: Callable[..., R], *given: Any) -> R:
 
 
 def native(run: Callable[..., None], *given: Any) -> None:
-    """`run(*given)`, a call on memory that gives nothing back and is recorded as one."""
+    """Make `run(*given)`, which writes to memory and returns nothing. It is recorded as one call."""
     recorder = _recorder.get()
     if recorder is None:
         run(*given)
@@ -152,19 +154,19 @@ def native(run: Callable[..., None], *given: Any) -> None:
 
 
 def hosted(run: Callable[..., Tensor | None], *given: Any) -> Tensor | None:
-    """`run(*given)` by the host, which waits for the tensors among `given` and gets them in its own memory. Its output
-    is none, or a tensor of the host's, whose shape must not change; what is returned lies on the device. At least one
-    of `given` is a tensor.
+    """Make `run(*given)` on the host. Wait for the tensors in `given` (at least one) and pass copies in host memory.
+
+    `run` returns None or a host tensor, whose shape must not change between replays; return it on the device.
     """
     recorder = _recorder.get()
     return answered(run, given) if recorder is None else recorder.hosted(run, given)
 
 
 def answered(run: Callable[..., Tensor | None], given: tuple[Any, ...]) -> Tensor | None:
-    """The call of `hosted` itself, which nobody records."""
+    """Make the call of `hosted` without recording it."""
     asked = [one for one in given if isinstance(one, Tensor)]
     landing = Landing(asked)
-    catch_up()
+    catch_up()  # under the watchdog: `landing.wait` alone would block forever if a peer is lost
     landed = iter(landing.wait())
     made = run(*(next(landed) if isinstance(one, Tensor) else one for one in given))
     return None if made is None else brought(made, asked[0].device)

@@ -1,7 +1,7 @@
-"""A tape: the calls of a program, recorded once and replayed on the buffers that they had then.
+"""A tape: the calls of a program on a CPU, recorded once and replayed on the same buffers.
 
-It is to a CPU what a CUDA graph is to a GPU, and the graph's twin in tests: what is replayed reads and writes fixed
-memory, makes no decision, and asks the device for nothing. Whoever replays puts new inputs where the old ones lay.
+It is the CPU's counterpart of a CUDA graph, and its reference in tests: a replay reads and writes fixed memory, does
+not branch, and reads no value on the host. The caller copies new inputs into the old input tensors before each replay.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ T = TypeVar("T")
 Substitute = Callable[
     [OpOverload, Sequence[Any], Mapping[str, Any], Sequence[Tensor]], Sequence[Callable[[], object]] | None
 ]
-"""Faster calls for an operator, its arguments, its options and the outputs that it fills; None where there are none."""
+"""(operator, args, kwargs, outputs) -> faster calls that fill the same outputs; None: replay the operator itself."""
 
 
 class Tape(Generic[T]):
@@ -33,11 +33,11 @@ class Tape(Generic[T]):
     def __init__(
         self, program: Callable[[], T], buffers: Buffers | None = None, substitute: Substitute | None = None
     ) -> None:
-        """Run `program` and record it; what it makes lies in `buffers`, which others may use at other times. Calls that
-        `substitute` gives are replayed in place of operators.
+        """Run `program` and record it. Its tensors lie in `buffers`, which other tapes may share. Where `substitute`
+        returns calls for an operator, a replay makes these instead.
 
         Raises:
-            CaptureError: it asks for a value, or takes one from the host.
+            CaptureError: the program reads a device value on the host, or makes a tensor from host values.
         """
         lender = Buffers() if buffers is None else buffers
         before, recorder = lender.bytes, _Recorder(lender, substitute)
@@ -48,7 +48,7 @@ class Tape(Generic[T]):
 
     @property
     def bytes(self) -> int:
-        """Memory by which that of all programs grew for this one."""
+        """The memory that this tape added to the buffers that all tapes share."""
         return self._bytes
 
     def __len__(self) -> int:
@@ -62,7 +62,7 @@ class Tape(Generic[T]):
 
 
 def joined(calls: Sequence[Callable[[], object]]) -> list[Callable[[], object]]:
-    """The same calls, of which neighbours are one where their functions have a `joins` that makes one of several."""
+    """Merge neighbouring calls of C kernels into one call each, by the attribute `joins` of their functions."""
     found: list[Callable[[], object]] = []
     for joins, group in groupby(calls, lambda call: getattr(getattr(call, "func", None), "joins", None)):
         some = list(group)
@@ -70,6 +70,7 @@ def joined(calls: Sequence[Callable[[], object]]) -> list[Callable[[], object]]:
     return found
 
 
+# Operators that need tensor values on the host, often for the shape of their output; each with what it needs.
 ASKING = {
     "aten::_local_scalar_dense": "a value",
     "aten::item": "a value",
@@ -84,11 +85,11 @@ ASKING = {
 
 
 MEMORY = {"aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided"}
-"""Operators that give memory which others fill."""
+"""Operators that only allocate. They are not recorded."""
 
 
 def asks(function: OpOverload, args: Any, kwargs: Any) -> str | None:
-    """What an operator has to know of the device's numbers before it can go on; None if nothing."""
+    """Return what an operator must read of the tensors' values on the host; None if nothing."""
     name: str = function._schema.name
     if name == "aten::index" and any(isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1]):
         return "a count"
@@ -98,8 +99,8 @@ def asks(function: OpOverload, args: Any, kwargs: Any) -> str | None:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes each operator that computes something. `used` are the buffers of what the program made, `held` is memory
-    that calls read or write by its address alone.
+    """Records each operator that computes something. `used`: the buffers of the program's tensors. `held`: tensors that
+    substituted calls use by raw address, which must stay alive.
     """
 
     def __init__(self, buffers: Buffers, substitute: Substitute | None) -> None:
@@ -111,22 +112,22 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def used(self) -> list[Tensor]:
-        """Each once."""
+        """The buffers that the program's tensors lay in, each once."""
         return list(self._used.values())
 
     def opaque(self, run: Callable[..., Any], given: tuple[Any, ...]) -> Any:
-        """See `recorder.opaque`."""
+        """Record one call, whose output is copied into a buffer."""
         with unrecorded():
             return self._answered(run, run(*given), given)
 
     def native(self, run: Callable[..., None], given: tuple[Any, ...]) -> None:
-        """See `recorder.native`."""
+        """Record one call."""
         with unrecorded():
             run(*given)
             self.calls.append(partial(run, *self._lasting(given)))
 
     def hosted(self, run: Callable[..., Tensor | None], given: tuple[Any, ...]) -> Tensor | None:
-        """See `recorder.hosted`; on a CPU the host's memory is the device's."""
+        """Record one call. On a CPU the device's memory is the host's, so nothing is copied to the host."""
         with unrecorded():
             made = run(*given)
             if made is not None:
@@ -142,10 +143,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if what := asks(function, args, kwargs):
             raise CaptureError(f"{name}: a program must not ask for {what}")
         result = function(*args, **kwargs)
+        # An output in the storage of an argument is a view or an in-place result: it needs no buffer of its own.
         given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         if not function._schema.is_mutable:
             result = tree_map_only(Tensor, lambda one: one if _storage(one) in given else self._lent(one), result)
         outputs = [output for output in tree_leaves(result) if isinstance(output, Tensor)]
+        # Pure views and allocations are not recorded: the recorded calls already hold the resulting addresses.
         computed = any(output.numel() and _storage(output) not in given for output in outputs)
         if name not in MEMORY and (function._schema.is_mutable or computed):
             args, kwargs, outputs = self._lasting((args, kwargs, outputs))
@@ -160,14 +163,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _answered(self, run: Callable[..., Any], answer: Tensor, given: tuple[Any, ...]) -> Tensor:
-        """`answer`, which `run(*given)` gave, in memory that every replay fills with what it gives then."""
+        """Return `answer`, the result of `run(*given)`, in a buffer; every replay fills it with a new result."""
         made = self._lent(answer)
         held, lasting = self._lasting(given), self._buffers.lasting(made)
         self.calls.append(lambda: lasting.copy_(run(*held)))
         return made
 
     def _lent(self, made: Tensor) -> Tensor:
-        """The same in memory of the buffers."""
+        """Return a copy of `made` in a buffer."""
         if not made.numel():
             return made
         lent, buffer = self._buffers.lend(made)
@@ -175,7 +178,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return lent.copy_(made)
 
     def _lasting(self, given: T) -> T:
-        """The same with tensors that last, for calls to come: what a call held would never be lent anew."""
+        """Replace all tensors by those of `Buffers.lasting`: recorded calls must not keep buffers lent."""
         lasting: T = tree_map_only(Tensor, self._buffers.lasting, given)
         return lasting
 
@@ -186,7 +189,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _replayed(function: OpOverload, args: Any, kwargs: Any, outputs: list[Tensor]) -> Callable[[], object]:
-    """A call that fills `outputs` anew: by the operator's variant for given outputs, or by a copy where it has none."""
+    """Return a call that recomputes `outputs`: by the operator's `out=` variant, or by a copy where it has none."""
     into = _into(function)
     if into is not None:
         variant, names = into
@@ -205,11 +208,12 @@ def _replayed(function: OpOverload, args: Any, kwargs: Any, outputs: list[Tensor
     return copied
 
 
+# Arguments of factory functions that their `out=` variants lack: the output tensor determines them.
 OF_A_FACTORY = {"dtype", "layout", "device", "pin_memory"}
 
 
 def _into(function: OpOverload) -> tuple[OpOverload, list[str]] | None:
-    """The variant of an operator that writes into given outputs, and what it calls these; None if there is none."""
+    """Return the `out=` variant of an operator and the names of its output arguments; None if it has none."""
     space, _, name = function._schema.name.partition("::")
     packet = getattr(getattr(torch.ops, space), name)
 

@@ -1,4 +1,4 @@
-"""The two ways in which families write calls: JSON after a heading, or marks around each argument."""
+"""Parsers of the two ways in which model families write calls: JSON after a heading, or marks around each argument."""
 
 import json
 import re
@@ -11,14 +11,19 @@ from cluster.chat.values import member
 
 MOST_HEADING = 512  # characters between a trigger and the JSON
 NO_CALL = BlockResult(1)
-"""A trigger that begins no call. Its first character becomes text; the text after that is examined again."""
+"""The result for a trigger (a begin mark) that begins no call. Its first character becomes text; the rest is parsed
+again.
+"""
 Calls = Callable[[str, re.Match[str]], Sequence[ToolCallText]]
-"""Returns the calls in a JSON text and its heading; none if the text is malformed."""
+"""A function that takes a JSON text and its heading, and returns the calls in them. It returns no call if the text is
+malformed.
+"""
 
 
 class JsonBlock:
-    """A heading, a JSON object or list, and marks that may follow it. `heading` matches all text before the first
-    brace. If it has a group `list` that matched, the value is a list that begins at that group.
+    """Parses a heading, a JSON object or list, and the marks (`closing`) that may follow the JSON. `heading` matches
+    all text before the first brace. If the group `list` of this pattern matched, the JSON is a list that begins at that
+    group.
     """
 
     def __init__(self, heading: re.Pattern[str], calls: Calls, closing: Sequence[str]) -> None:
@@ -28,7 +33,7 @@ class JsonBlock:
         self._end: ValueEnd | None = None
 
     def read(self, text: str) -> BlockResult | None:
-        """Implement `BlockReader.read`."""
+        """Return the block once it is complete, else None; see `BlockReader.read`."""
         if self._end is None:
             brace = text.find("{", 0, MOST_HEADING)
             if brace < 0:
@@ -47,7 +52,7 @@ class JsonBlock:
 
 
 def named_call(text: str, fields: Sequence[str]) -> list[ToolCallText]:
-    """Return the call in an object with a name, and arguments in one of `fields`; none if it has another form."""
+    """Return the call in an object that has a name, and arguments in one of `fields`. Another object is no call."""
     found = members(text)
     name = loaded(found["name"]) if found is not None and "name" in found else None
     if found is None or not isinstance(name, str) or not name:
@@ -60,26 +65,26 @@ def named_call(text: str, fields: Sequence[str]) -> list[ToolCallText]:
 
 
 def named_calls(text: str, fields: Sequence[str]) -> list[ToolCallText]:
-    """Return the calls in a list of such objects; none if one of them has another form."""
+    """Return the calls in a list of objects (see `named_call`), or no call if one of the objects is not a call."""
     calls = [named_call(item, fields) for item in items(text) or ()]
     return [call for one in calls for call in one] if all(calls) else []
 
 
 def headed_call(text: str, heading: re.Match[str]) -> list[ToolCallText]:
-    """Return the call whose name is in the heading; none if the text is not an object."""
+    """Return the call whose name is in the heading, or no call if the text is not an object."""
     return [ToolCallText(heading["name"], text)] if members(text) is not None else []
 
 
 class TaggedBlock:
-    """A call whose arguments are each enclosed in marks.
+    """Parses a call whose arguments are each enclosed in marks.
 
     `ends` maps each trigger to the mark that ends its block; that mark may also occur inside a value. `whole` matches a
     block up to that mark, with the groups `name` and `arguments`. `argument` matches one argument, with the groups
     `key` and `value`. `inner` are the marks around a value. The tool's schema decides how a value is read
     (`cluster.chat.values`).
 
-    The first trigger of `ends` is the regular one. With another trigger the model has left the regular one out; then
-    only the name of a known tool makes the block a call, and the regular end mark may follow.
+    The first trigger of `ends` is the regular one. A block that begins with another trigger lacks the regular one. Such
+    a block is a call only if it names a known tool, and the regular end mark may follow it.
     """
 
     def __init__(
@@ -95,7 +100,7 @@ class TaggedBlock:
         self._from = 0
 
     def read(self, text: str) -> BlockResult | None:
-        """Implement `BlockReader.read`."""
+        """Return the block once it is complete, else None; see `BlockReader.read`."""
         first, *others = self._ends
         trigger = next((one for one in others if text.startswith(one)), first)
         end = self._ends[trigger]
@@ -114,7 +119,9 @@ class TaggedBlock:
         return None
 
     def _open(self, body: str) -> bool:
-        """Whether the body ends inside a value, so that the end mark is part of it. A value may contain begin marks."""
+        """Whether the body ends inside a value: the end mark after it belongs to the value. Values may contain begin
+        marks.
+        """
         begin, end = self._inner
         at = 0
         while (at := body.find(begin, at)) >= 0:
@@ -123,7 +130,7 @@ class TaggedBlock:
         return False
 
     def _begins_again(self, body: str) -> bool:
-        """Whether the trigger occurs again before any value; then the first one was only mentioned in text."""
+        """Whether a trigger occurs again before any value: then the first trigger was only mentioned in text."""
         values = body.find(self._inner[0])
         return any(body.find(trigger, 1, values if values >= 0 else None) >= 0 for trigger in self._ends)
 

@@ -1,4 +1,4 @@
-"""Custom tools: tools that take one text in place of a JSON object.
+"""Custom tools take one text as input, not a JSON object.
 
 Chat templates and formats know only functions, whose arguments are a JSON object. So the model sees a custom tool as a
 function with one string, `input`, and the text is extracted from the arguments of its calls.
@@ -17,7 +17,7 @@ FIELD = "input"
 
 
 def schema_of_input(pattern: str | None = None) -> dict[str, Any]:
-    """Return the JSON schema of the arguments that hold the text; `pattern` is a regular expression for all of it."""
+    """Return the JSON schema of arguments that hold the text. `pattern` is a regular expression for the whole text."""
     text = {"type": "string"} if pattern is None else {"type": "string", "pattern": pattern}
     return {"type": "object", "properties": {FIELD: text}, "required": [FIELD], "additionalProperties": False}
 
@@ -28,8 +28,8 @@ def arguments_of(text: str) -> str:
 
 
 def text_of(arguments: str) -> str:
-    """Return the text in the arguments of a call: the string `input`, or the only member if that is a string. Other
-    arguments, possible when no grammar constrains the model, are returned as they are.
+    """Return the text in the arguments of a call: the string `input`, or the only member if that is a string. Any other
+    arguments are returned unchanged; they are possible if no grammar constrains the model.
     """
     found = loaded(arguments)
     if isinstance(found, dict):

@@ -31,7 +31,7 @@ class CallBegun:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """A piece of the input of call number `call`: of its JSON arguments, or of a custom tool's text."""
+    """A piece of the input of call number `call`. The input is JSON arguments, or the text of a custom tool."""
 
     call: int
     text: str

@@ -25,7 +25,9 @@ class ValueEnd:
         self._in_string = False
 
     def find(self, text: str) -> int | None:
-        """Return the index after the value's last bracket, or None. `text` is the previous text, or a longer one."""
+        """Return the index after the value's last bracket, or None if it is missing. `text` may only grow between
+        calls.
+        """
         while (mark := MARKS.search(text, self._at)) is not None:
             character = mark[0]
             if character == "\\" and self._in_string and mark.end() == len(text):
@@ -43,7 +45,9 @@ class ValueEnd:
 
 
 def members(text: str) -> dict[str, str] | None:
-    """Return the text of each member of an object; None if the text is no object. Of equal names the last one wins."""
+    """Return the text of each member of an object, or None if the text is no object. A repeated name has its last
+    value.
+    """
     found: dict[str, str] = {}
     try:
         at = _after(text, 0, "{")
@@ -65,7 +69,7 @@ def members(text: str) -> dict[str, str] | None:
 
 
 def items(text: str) -> list[str] | None:
-    """Return the texts of a list's items; None if the text is no list, or an empty one."""
+    """Return the texts of a list's items, or None if the text is not a list or the list is empty."""
     found = []
     try:
         at = _after(text, 0, "[")
@@ -81,7 +85,7 @@ def items(text: str) -> list[str] | None:
 
 
 def loaded(text: str) -> Any:
-    """Return the value of a JSON text; None if it is invalid (null is None too)."""
+    """Return the value of a JSON text, or None if the text is invalid. The value of null is also None."""
     try:
         return json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):

@@ -26,7 +26,9 @@ class ToolCallText:
 
 @dataclass(frozen=True, slots=True)
 class BlockResult:
-    """A parsed block, which ends at `end`. `calls` is empty if it is malformed; the marks `closing` may follow it."""
+    """A parsed block, which ends at index `end`. `calls` is empty if the block is malformed. The marks `closing` may
+    follow the block.
+    """
 
     end: int
     calls: Sequence[ToolCallText] = ()
@@ -37,7 +39,7 @@ class BlockReader(Protocol):
     """Parses one block of calls, which begins with a trigger, while it grows."""
 
     def read(self, text: str) -> BlockResult | None:
-        """Return the result; None while the block is incomplete. `text` is the previous text, or a longer one."""
+        """Return the result, or None while the block is incomplete. `text` may only grow between calls."""
         ...
 
 
@@ -51,8 +53,8 @@ class ThinkingMarks:
 
 @dataclass(frozen=True, slots=True)
 class CallingMarks:
-    """How a family calls tools: the triggers that begin a block of calls, and a function that makes its reader.
-    `first`: a block may only be at the start of the answer, perhaps after some of the characters `skipped`.
+    """How a family calls tools. `triggers` are the marks that begin a block of calls; `block` makes the reader of a
+    block. If `first` is true, a block may only be at the start of the answer, perhaps after characters in `skipped`.
     """
 
     triggers: tuple[str, ...]
@@ -95,10 +97,12 @@ class Numbering:
 
 
 class BufferedReader:
-    """Base of readers. It holds text until a step can classify it; each step chooses the next one."""
+    """Base of readers. It holds text until a step (a parsing method) can classify it. A step chooses the next one."""
 
     _step: Callable[[bool], list[Event] | None]
-    """Consume held text and return its events; None if more text is needed. The argument: no more text will come."""
+    """The current step. It consumes held text and returns the events in it, or None if it needs more text. Its argument
+    says whether the answer has ended.
+    """
 
     def __init__(self) -> None:
         self._held = ""
@@ -123,8 +127,8 @@ class BufferedReader:
 class MarkedReader(BufferedReader):
     """The reader of all families that mark reasoning and calls in running text.
 
-    `thinking` is None if reasoning is not separated, `calling` is None if no tools may be called. `opened`: the prompt
-    has begun the reasoning. `closed`: the prompt has ended it.
+    If `thinking` is None, reasoning is not separated. If `calling` is None, no tools may be called. `opened` says that
+    the prompt has begun the reasoning, `closed` that the prompt has ended the reasoning.
     """
 
     def __init__(
@@ -143,7 +147,7 @@ class MarkedReader(BufferedReader):
         self._block: BlockReader | None = None
         self._lead = 0  # length of the white space held before the block
         self._closing: list[str] = []
-        self._fresh = False  # at a border: leading white space is dropped
+        self._fresh = False  # the parser is at a border of reasoning or a call: white space is dropped
         self._nothing_said = True
         begins = self._beginning if thinking is not None and not closed else self._said
         self._step = self._thought if thinking is not None and opened else begins
@@ -195,7 +199,7 @@ class MarkedReader(BufferedReader):
         return self._calling.triggers
 
     def _first(self, at: int, last: bool) -> list[Event] | None:
-        """Begin a block if the answer starts with a trigger; else treat the rest of the answer as text."""
+        """Begin a block if the answer starts with a trigger; otherwise treat the rest of the answer as text."""
         assert self._calling is not None
         rest = self._held.lstrip(self._calling.skipped)
         if at >= 0 and at == len(self._held) - len(rest):
@@ -227,7 +231,7 @@ class MarkedReader(BufferedReader):
         return self._numbering.events(read.calls)
 
     def _closed(self, last: bool) -> list[Event] | None:
-        """Skip the marks that close the block; at the end of the answer also a mark that is cut off."""
+        """Skip the marks that close the block. At the end of the answer, also skip a mark that is cut off."""
         while self._closing:
             text, end = self._held.lstrip(), self._closing[0]
             if not text.startswith(end) and any(one != text and one.startswith(text) for one in self._closing):
@@ -251,7 +255,7 @@ class MarkedReader(BufferedReader):
 
 
 def _settled(text: str, marks: Sequence[str]) -> int:
-    """Return how much of a text can be reported: all before a possible mark and the white space that precedes it."""
+    """Return the length of the text that can be reported: all but a possible mark and white space at its end."""
     if not marks:
         return len(text)
     at = len(text)

@@ -1,4 +1,4 @@
-"""Groups the events of an answer into consecutive sections: a text, reasoning, a call. Some APIs answer in sections."""
+"""Groups the events of an answer into consecutive sections. A section is a text, reasoning or a call."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A section begins; the one before it is already closed."""
+    """A section begins. The previous section is already closed."""
 
     section: Section
 
@@ -52,7 +52,7 @@ Change = Opened | Grown | Closed
 
 class Sections:
     """Groups events, in their order, into sections. Consecutive pieces of one kind form one section; each call is a
-    section of its own. With `thought` False reasoning is left out.
+    section of its own. If `thought` is false, reasoning is left out.
     """
 
     def __init__(self, thought: bool = True) -> None:
@@ -70,7 +70,7 @@ class Sections:
         """Yield the changes that the next events make.
 
         Raises:
-            ValueError: arguments come for another call than the last one begun.
+            ValueError: arguments belong to a call other than the last call begun.
         """
         for event in events:
             if isinstance(event, ReasoningPiece) and not self._thought:

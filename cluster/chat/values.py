@@ -1,4 +1,4 @@
-"""Converts argument values that a model writes without quotes, between marks, to JSON, by the tool's schema."""
+"""Converts argument values to JSON by the tool's schema. The model wrote them between marks, strings without quotes."""
 
 import json
 from collections.abc import Mapping
@@ -14,8 +14,10 @@ TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", int: "in
 def member(text: str, name: str, schema: Mapping[str, Any]) -> str:
     """Return the JSON of the member `name` of an object with this schema, written by the model as `text`.
 
-    The text is taken as JSON if the schema allows a value of that type; else as a string, if strings are allowed or it
-    is not JSON. True, False and None count as the Python values, because chat templates write arguments so.
+    If the text is JSON of a type that the schema allows, it is returned unchanged; but a text in quotes becomes a
+    string that contains the quotes, if the schema names the type string. Otherwise the text becomes a string, if the
+    schema allows strings or the text is not JSON. All other JSON is returned unchanged. True, False and None count as
+    true, false and null, because chat templates write arguments so.
     """
     properties = schema.get("properties")
     declared = properties.get(name) if isinstance(properties, Mapping) else None
@@ -37,7 +39,7 @@ def member(text: str, name: str, schema: Mapping[str, Any]) -> str:
 
 
 def _kinds(schema: Any, root: Mapping[str, Any], deepest: int) -> set[str] | None:
-    """Return the types that a schema states; None: any type."""
+    """Return the types that a schema allows, or None if it allows any type."""
     if not isinstance(schema, Mapping) or not deepest:
         return None
     if isinstance(reference := schema.get("$ref"), str):
@@ -59,7 +61,7 @@ def _kinds(schema: Any, root: Mapping[str, Any], deepest: int) -> set[str] | Non
 
 
 def _found(reference: str, root: Mapping[str, Any]) -> Any:
-    """Return the target of a reference inside the schema; None if there is none."""
+    """Return the target of a reference inside the schema, or None if the target does not exist."""
     found: Any = root
     for part in reference.removeprefix("#").split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")

@@ -1,6 +1,6 @@
 """The frozen settings of one engine. Names are SGLang's; `config/aliases.py` maps vLLM's onto them.
 
-All mistakes that can be found without opening a file are errors here, with the name of the setting and the remedy.
+Every mistake that shows without opening a file is an error here, which names the setting and the remedy.
 """
 
 import difflib
@@ -62,7 +62,7 @@ def as_config_error(error: ValidationError) -> ConfigError:
 
 
 class Settings(BaseModel):
-    """The base of all config models: frozen; an unknown key is an error that suggests the nearest known one."""
+    """The base of all config models: frozen; an unknown key is an error that suggests the nearest known key."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
@@ -365,7 +365,7 @@ class EngineConfig(Settings):
 
 
 def _parts(kwargs: Mapping[str, Any], switch: Any) -> Any:
-    """Convert vLLM's `enable_expert_parallel` to `ep_size`: on divides whole experts among all ranks, off is 1."""
+    """Convert vLLM's `enable_expert_parallel` to `ep_size`: true is the number of ranks (whole experts), false is 1."""
     if not isinstance(switch, bool):
         raise ConfigError(f"{EXPERT_SWITCH} must be true or false, got {switch!r}; ep_size takes a number")
     return kwargs.get("tp_size", kwargs.get("tensor_parallel_size", 1)) if switch else 1

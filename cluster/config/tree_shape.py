@@ -6,10 +6,10 @@ from cluster.config import ConfigError, EngineConfig
 
 
 class TreeShape(BaseModel):
-    """S, K and N of one step: depth, children per node, nodes (root included). N = 1: no speculation.
+    """S, K and N of one step: depth, children per node, nodes (root included). With N = 1 there is no speculation.
 
     The last `forced` nodes and levels are not drafted: they are reserved for tokens that a grammar forces. `room` is
-    the number of them that `forcing` adds for a step with a grammar.
+    the number of forced nodes that `forcing` adds for a step with a grammar.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -26,7 +26,7 @@ class TreeShape(BaseModel):
         return self._longer(-self.forced)
 
     def forcing(self, most: int | None = None) -> "TreeShape":
-        """The shape with up to `most` forced nodes for grammars; plain decoding and forced shapes stay unchanged."""
+        """The shape with up to `most` forced nodes for grammars. Plain and forced shapes are returned unchanged."""
         room = self.room if most is None else min(self.room, most)
         return self._longer(room) if self.num_steps and not self.forced else self
 
@@ -39,8 +39,9 @@ class TreeShape(BaseModel):
 
     @property
     def window(self) -> int:
-        """W, the KV slots of a request beyond the committed ones that a step may write. Verify needs N, the draft
-        levels K (S - 1) with the drafted S, extend S + 1; the phases share the slots, as they follow each other.
+        """W, the number of KV slots beyond the committed tokens that a step may write for a request. Verify needs N
+        slots, draft levels K (S - 1) with the drafted S, and extend S + 1. The phases follow each other, so they share
+        the slots.
         """
         return max(self.num_draft_tokens, self.topk * (self.drafted.num_steps - 1), self.num_steps + 1)
 

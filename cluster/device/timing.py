@@ -1,7 +1,7 @@
-"""Time as a device spends it: by the host's clock where it computes at once, by events where it is only told to.
+"""Measures the time of a device's work: by the host's clock on a CPU, by CUDA events on a GPU.
 
-A GPU runs behind the host. The host's clock would measure how long telling takes, and charge all the waiting to what
-reads a result first.
+A GPU runs asynchronously. The host's clock would measure only the launches, and charge all of the device's work to the
+first call that reads a result.
 """
 
 import time
@@ -12,54 +12,54 @@ import torch
 
 
 class Timer(Protocol):
-    """Notes moments of a device's work, and says how far apart two of them were."""
+    """Marks moments in a device's work, and measures the time between two of them."""
 
     def now(self) -> Any:
-        """A moment: when the device comes to this point of its work."""
+        """Return a moment: the point of the device's work after all that was queued so far."""
         ...
 
     def between(self, start: Any, end: Any) -> float:
-        """Seconds from one moment to another; the device must have come to both."""
+        """Return the seconds between two moments; the device must have reached both."""
         ...
 
     def reached(self, moment: Any) -> bool:
-        """Whether the device has come to a moment; does not wait."""
+        """Return whether the device has reached a moment; does not wait."""
         ...
 
     def here(self) -> None:
-        """What the calling thread queues from now on is for this device: CUDA's current device is a thread's own."""
+        """Make this device the current one of the calling thread: CUDA keeps a current device per thread."""
         ...
 
 
 class HostTimer:
-    """Moments by the host's clock."""
+    """The timer of a CPU: moments are times of the host's clock."""
 
     def now(self) -> float:
-        """Now."""
+        """Return the host's clock, in seconds."""
         return time.perf_counter()
 
     def between(self, start: float, end: float) -> float:
-        """See `Timer.between`."""
+        """Return the difference in seconds."""
         return end - start
 
     def reached(self, moment: float) -> bool:
-        """See `Timer.reached`: a CPU is where its host is."""
+        """Return True: a CPU has done all work that it was given."""
         return True
 
     def here(self) -> None:
-        """See `Timer.here`."""
+        """Do nothing: there is one CPU."""
 
 
 class EventTimer:
-    """Moments as CUDA events on the current stream. While a graph is captured there are none, since nothing runs: None
-    stands for such a moment, and spans to and from it count nothing.
+    """The timer of a GPU: moments are CUDA events on the current stream. During a graph capture nothing runs, and a
+    moment is None: it counts as reached, and a span that begins or ends with it as 0 seconds.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def now(self) -> Any:
-        """An event behind all work that was queued so far."""
+        """Record an event on the current stream; None during a graph capture."""
         if torch.cuda.is_current_stream_capturing():
             return None
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -67,19 +67,19 @@ class EventTimer:
         return event
 
     def between(self, start: Any, end: Any) -> float:
-        """See `Timer.between`."""
+        """Return the seconds between two events."""
         if start is None or end is None:
             return 0.0
         seconds: float = start.elapsed_time(end) / 1e3
         return seconds
 
     def reached(self, moment: Any) -> bool:
-        """See `Timer.reached`."""
+        """Query the event."""
         return moment is None or bool(moment.query())
 
     def here(self) -> None:
-        """See `Timer.here`."""
-        if self._device.index is not None:  # else it is the current one of all threads
+        """Set CUDA's current device."""
+        if self._device.index is not None:  # without an index it is the default device of every thread
             torch.cuda.set_device(self._device)
 
 
@@ -87,13 +87,13 @@ HOST = HostTimer()
 
 
 def timer_of(device: torch.device) -> Timer:
-    """The timer of a device."""
+    """Return the timer of a device."""
     return EventTimer(device) if device.type == "cuda" else HOST
 
 
 @dataclass(slots=True)
 class Spans:
-    """Spans of a device's work; `take` them when it has done all of it."""
+    """Collects time spans of a device's work. Call `take` only when the device has reached the end of all of them."""
 
     timer: Timer = HOST
     _spans: list[tuple[Timer, Any, Any]] = field(default_factory=list)
@@ -106,17 +106,17 @@ class Spans:
         self.add(self.timer, self._started)
 
     def add(self, timer: Timer, started: Any) -> Any:
-        """A span that began at a moment of `timer` and ends now; returns the moment of its end."""
+        """Add a span that began at the moment `started` of `timer` and ends now; return the moment of its end."""
         ended = timer.now()
         self._spans.append((timer, started, ended))
         return ended
 
     def split(self) -> "Spans":
-        """The spans so far, as another object; starts again from none."""
+        """Move the spans so far into a new object and return it."""
         spans, self._spans = Spans(self.timer, self._spans), []
         return spans
 
     def take(self) -> float:
-        """The seconds of all spans so far; starts again from none."""
+        """Return the total seconds of the spans so far, and forget them."""
         spans, self._spans = self._spans, []
         return sum(timer.between(start, end) for timer, start, end in spans)

@@ -1,8 +1,8 @@
-"""What crosses between the host and a device that runs behind it: copies that nobody waits for, by pinned memory.
+"""Asynchronous copies between host and device, through pinned memory.
 
-Torch's allocator of pinned memory is the ring: a block is its tensor's as long as that is held, and afterwards nobody's
-before the device has passed every copy that was queued with it. So no copy under way is overwritten, however far the
-host is ahead, and a block that is free again is used again without asking the driver.
+No ring of buffers is needed: torch's pinned allocator reuses a block only when its tensor is gone and the device has
+finished every copy that was queued with it. So a copy in flight is never overwritten, however far ahead the host is,
+and reusing a block needs no call of the driver.
 """
 
 from collections.abc import Sequence
@@ -13,19 +13,19 @@ from torch import Tensor
 
 
 def brought(numbers: Tensor, device: torch.device) -> Tensor:
-    """The host's `numbers` on the device, behind all work that was queued so far; on a CPU they are there already."""
+    """Queue a copy of a host tensor to the device, and return it; on a CPU return `numbers` itself."""
     if device.type != "cuda":
         return numbers
     return numbers.pin_memory().to(device, non_blocking=True)
 
 
 class Landing:
-    """Tensors on their way to the host: as they are when the device has done what was queued so far, whatever is queued
-    later. On a CPU that is now, and nothing is copied.
+    """Copies of tensors to the host, in flight. They hold the values after all work queued before the copies; work that
+    is queued later does not change them. On a CPU nothing is copied: they are the tensors themselves.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        """Queue the copies."""
+        """Queue the copies, and an event after them."""
         self._tensors, self._event = list(tensors), None
         if any(one.is_cuda for one in tensors):
             self._tensors = [_pinned(one) for one in tensors]
@@ -34,7 +34,7 @@ class Landing:
             self._event = event
 
     def wait(self) -> list[Tensor]:
-        """Wait until they have come; they are in the order in which they were given."""
+        """Wait for the copies; return the host tensors in the order given."""
         if self._event is not None:
             self._event.synchronize()
         return self._tensors

@@ -1,4 +1,6 @@
-"""The way to wait for the device amid a step, for those who must ask it something and do not know who watches it."""
+"""A context-local hook: code inside a step waits for the device through it, under the watchdog, without knowing the
+watchdog.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +11,7 @@ _wait: ContextVar[Callable[[], None] | None] = ContextVar("wait", default=None)
 
 @contextmanager
 def watched(wait: Callable[[], None]) -> Iterator[None]:
-    """In this block `catch_up` is `wait`, which may raise where the device will never come so far."""
+    """Have `catch_up` call `wait` in this block. `wait` raises if the device will never finish its work."""
     token = _wait.set(wait)
     try:
         yield
@@ -18,10 +20,11 @@ def watched(wait: Callable[[], None]) -> Iterator[None]:
 
 
 def catch_up() -> None:
-    """Wait until the device has done all that was queued so far; where nobody watches it, whatever is read next waits.
+    """Wait until the device has done all work queued so far. Outside a `watched` block return at once: the next read of
+    a result waits by itself.
 
     Raises:
-        GangError: it never will, or a peer is lost.
+        GangError: the device is stuck, or a peer is lost.
     """
     wait = _wait.get()
     if wait is not None:

@@ -1,9 +1,9 @@
-"""CPU time of the threads of a computation: the sign of life of a long operation that reports no progress itself.
+"""CPU time of the computing threads, as a sign of progress in a long operation that reports none itself.
 
 Only the computing thread and the threads that it started (torch's OpenMP team) count. Ray's threads answer heartbeats
-and gloo's may poll for a peer: both use CPU time even in a rank that is stuck. On Linux a new thread has the name of
-the thread that started it, until it is given another; so the computing thread takes a name before its first operation,
-and all threads of that name count.
+and gloo's may poll for a peer: both use CPU time even in a rank that is stuck. On Linux a new thread inherits the name
+of the thread that started it. So the computing thread is renamed before its first operation, and all threads of that
+name count.
 """
 
 import logging
@@ -19,24 +19,24 @@ TASKS = Path("/proc/self/task")
 
 
 class CpuScope(Protocol):
-    """Whose CPU time counts as progress."""
+    """Threads whose CPU time counts as progress."""
 
     def seconds(self) -> float:
-        """CPU seconds so far."""
+        """Return the CPU seconds so far."""
         ...
 
 
 class Effort:
-    """CPU seconds of the thread that called `begin` and of those that it started since; usable from any thread."""
+    """CPU seconds of the thread that called `begin` and of the threads it started since. Usable from any thread."""
 
     def __init__(self, name: str) -> None:
-        """`name` is given to the threads: at most 15 characters, and no other thread of the process may have it."""
+        """`name` becomes the threads' name: at most 15 characters, and unique to them in this process."""
         self._name = name
         self._thread = ""
-        self._known: dict[str, bool] = {}  # by task id: whether it is one of ours
+        self._known: dict[str, bool] = {}  # by task id: whether the thread counts
 
     def begin(self) -> None:
-        """The calling thread is the computing one from now on. If it cannot be renamed, only it counts."""
+        """Make the calling thread the computing one from now on. If it cannot be renamed, only this thread counts."""
         self._thread, self._known = str(threading.get_native_id()), {}
         try:
             (TASKS / self._thread / "comm").write_text(self._name)
@@ -44,7 +44,7 @@ class Effort:
             logger.warning("cannot name the computing thread: %s; threads that it starts do not count", error)
 
     def seconds(self) -> float:
-        """CPU seconds so far; without /proc, where threads cannot be told apart, those of the whole process."""
+        """Return the CPU seconds so far; without /proc, those of the whole process."""
         if not TASKS.is_dir():
             return time.process_time()
         tasks = [task.name for task in TASKS.iterdir()]
@@ -52,8 +52,8 @@ class Effort:
         return sum(cpu_seconds(int(task)) for task, own in self._known.items() if own)
 
     def _is_own(self, task: str) -> bool | None:
-        """Whether a thread is one of ours; None when it has ended."""
-        if task == self._thread:  # before the cache is asked: it may have begun while another thread looked
+        """Return whether a thread counts; None if it has ended."""
+        if task == self._thread:  # not from the cache: it may hold an answer from before this thread called `begin`
             return True
         if task in self._known:
             return self._known[task]
@@ -64,24 +64,25 @@ class Effort:
 
 
 def cpu_seconds(thread: int) -> float:
-    """CPU seconds of a thread of this process by its id; 0.0 when it has ended."""
+    """Return the CPU seconds of a thread of this process by its id; 0.0 if it has ended."""
     try:
-        return time.clock_gettime(~thread << 3 | 6)  # clock_getcpuclockid(3): per thread, as the scheduler counts
+        # The clock id of one thread, clock_getcpuclockid(3): (~tid << 3) | 4 (per thread) | 2 (scheduler's time).
+        return time.clock_gettime(~thread << 3 | 6)
     except OSError:
         return 0.0
 
 
 def reads() -> int:
-    """How often this process had to wait for a disk: major page faults plus block reads."""
+    """Return how often this process waited for a disk: major page faults plus block reads."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_majflt + usage.ru_inblock
 
 
 class Pulse:
-    """The time of the last progress, as seen by repeated calls of `look`.
+    """Tracks the time of the last progress, by repeated calls of `look`.
 
-    Progress is a changed mark, or CPU time of at least a thousandth of the time since the last progress: that little,
-    because the machine may be busy, but not 0, because a thread that waits with a time limit wakes up now and then.
+    Progress is a changed mark, or CPU time of at least a share `SHARE` of the time since the last progress. The share
+    is small because the machine may be busy. It is not 0 because a thread that waits with a timeout wakes up at times.
     """
 
     SHARE = 0.001
@@ -98,9 +99,9 @@ class Pulse:
         self._moved = self._marked = time.monotonic()
 
     def look(self, marks: object, waits: bool = False) -> None:
-        """Compare with the last look. If the rank `waits` for its peers, CPU time does not count."""
+        """Note progress since the last call, if any. CPU time does not count if the rank `waits` for its peers."""
         now, cpu_s = time.monotonic(), self._effort.seconds()
-        self._cpu_s = min(self._cpu_s, cpu_s)  # the seconds of a thread that ended are no longer in the sum
+        self._cpu_s = min(self._cpu_s, cpu_s)  # the sum shrinks when a thread ends
         if marks != self._marks:
             self._marks, self._cpu_s = marks, cpu_s
             self._moved = self._marked = now
@@ -109,10 +110,10 @@ class Pulse:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the last progress of either kind."""
+        """Seconds since the last progress: a changed mark or CPU time."""
         return time.monotonic() - self._moved
 
     @property
     def unmarked_s(self) -> float:
-        """Seconds since a mark changed, whatever CPU time was used."""
+        """Seconds since the last changed mark; CPU time does not count."""
         return time.monotonic() - self._marked

@@ -1,7 +1,7 @@
-"""How a gang is lost: the errors that say so, and the farewells by which ranks that leave tell the others why.
+"""The errors of a lost gang, and the exit reasons by which ranks that leave tell the others why.
 
-A farewell lies in the gang's store. Where rank 0, which keeps the store, stands still, every call to it blocks, so all
-that is asked here has a time limit.
+Exit reasons are kept in the gang's store, on rank 0. If rank 0 hangs, every call to the store blocks, so all calls here
+have a time limit.
 """
 
 import json
@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-EXIT_REASON_S = 0.5  # how long a rank that lost a peer waits for the reasons of the others
-ALARM = "alarm"  # the key that is set when a rank leaves for a reason
+EXIT_REASON_S = 0.5  # how long a rank that lost a peer waits for the exit reasons of the others
+ALARM = "alarm"  # the store's key that is set when any rank leaves with a reason
 
 
 class GangError(RuntimeError):
-    """The gang cannot go on. `rank` is the one to blame as far as known, `step` and `phase` where it was noticed."""
+    """The gang cannot go on. `rank` is the rank at fault, None if unknown; `step` and `phase`: where it was noticed."""
 
     def __init__(self, message: str, rank: int | None, step: int, phase: str) -> None:
         super().__init__(message)
@@ -24,7 +24,7 @@ class GangError(RuntimeError):
 
 
 class PeerLostError(GangError):
-    """A peer is gone or silent."""
+    """A peer is gone, or sends no heartbeats."""
 
 
 class OutOfStepError(GangError):
@@ -32,24 +32,26 @@ class OutOfStepError(GangError):
 
 
 class StuckDeviceError(GangError):
-    """The device of this rank does nothing any more."""
+    """The device of this rank makes no progress any more."""
 
 
 class ExitReason(NamedTuple):
-    """Why a rank left, empty if by agreement. `blames` is the rank at fault, itself or a peer; None: not known."""
+    """Why a rank left. `reason` is empty if all ranks agreed to end. `blames` is the rank at fault, the leaving rank or
+    a peer; None if unknown.
+    """
 
     blames: int | None
     reason: str
 
 
 class ExitReasons:
-    """The farewells of a gang, as one rank says and reads them. `store` is a connection that nothing else waits on."""
+    """Publishes one rank's exit reason and reads those of its peers. Nothing else blocks on the connection `store`."""
 
     def __init__(self, store: Any, rank: int, world: int) -> None:
         self._store, self.rank, self.world = store, rank, world
 
     def say(self, exit_reason: ExitReason, rank: int | None = None) -> None:
-        """Tell the peers why this rank leaves, or `rank`, which cannot say it any more; the first farewell stays."""
+        """Publish why this rank leaves, or why the dead `rank` did. A rank's first exit reason is never replaced."""
         bounded(lambda: self._say(exit_reason, self.rank if rank is None else rank), EXIT_REASON_S)
 
     def _say(self, exit_reason: ExitReason, rank: int) -> None:
@@ -61,14 +63,17 @@ class ExitReasons:
             return  # rank 0 is gone, and the store with it
 
     def heard(self) -> dict[int, ExitReason]:
-        """The farewells with a reason that were said so far, by rank."""
+        """Return the non-empty exit reasons published so far, by rank."""
         said = [rank for rank in range(self.world) if self._store.check([f"left/{rank}"])]
         every = {rank: ExitReason(*json.loads(self._store.get(f"left/{rank}"))) for rank in said}
         return {rank: exit_reason for rank, exit_reason in every.items() if exit_reason.reason}
 
     def explain(self, cause: str, step: int, phase: str, fresh: Callable[[int], bool] | None = None) -> PeerLostError:
-        """The error to raise for `cause`, which a peer that left has brought about; says farewell, and waits a moment
-        for the others' reasons. Who says nothing meanwhile is dead, unless it is `fresh`.
+        """Return the error to raise for `cause`, an error that the loss of a peer has caused here.
+
+        Publish `cause` as this rank's exit reason, and wait up to `EXIT_REASON_S` for those of the others. A rank
+        without one by then counts as dead, unless `fresh(rank)`: its heartbeats still come. If the store does not
+        answer, rank 0 is at fault.
         """
         found: list[PeerLostError] = []
         bounded(lambda: found.append(self._explain(cause, step, phase, fresh)), 2 * EXIT_REASON_S)
@@ -88,7 +93,7 @@ class ExitReasons:
                 silent = [rank for rank in silent if rank not in heard]
                 time.sleep(0.01)
         except RuntimeError:
-            silent, fresh = [0], None  # the store went with rank 0
+            silent, fresh = [0], None  # rank 0 is gone, and the store with it
         gone = [rank for rank in silent if fresh is None or not fresh(rank)]
         if not gone:
             return PeerLostError(f"a peer closed its connection: {cause}", None, step, phase)
@@ -96,7 +101,7 @@ class ExitReasons:
         return PeerLostError(f"rank {names} is gone (step {step}, phase {phase})", gone[0], step, phase)
 
     def bereaved(self, step: int, phase: str) -> PeerLostError | None:
-        """The error to raise if a peer has left for a reason of its own, None if none has; waits a moment for it."""
+        """Wait up to `EXIT_REASON_S` for exit reasons that blame a peer; return the error to raise, None if none do."""
         found: list[PeerLostError] = []
 
         def look() -> None:
@@ -115,8 +120,8 @@ class ExitReasons:
 
 
 def believed(heard: dict[int, ExitReason]) -> ExitReason | None:
-    """Who is to blame by these farewells, and why, in words that name the rank: one that left for a reason of its own;
-    else the one that most others blame.
+    """Return the rank at fault by these exit reasons, with a message that names it: a rank that blames itself, else the
+    rank that most others blame. None if no rank is blamed.
     """
     for rank, exit_reason in heard.items():
         if exit_reason.blames == rank:
@@ -130,7 +135,7 @@ def believed(heard: dict[int, ExitReason]) -> ExitReason | None:
 
 
 def bounded(call: Callable[[], object], seconds: float) -> bool:
-    """Make a call that may block for good; returns after `seconds` at the latest, and whether it has ended by then."""
+    """Make a call that may block forever. Return after at most `seconds`: whether the call has ended."""
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
     thread.join(seconds)

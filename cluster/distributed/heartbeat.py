@@ -1,8 +1,9 @@
-"""A rank's sign of life for its peers, and theirs for it, while steps run on devices that run behind their hosts.
+"""Heartbeats between the ranks of a gang on GPUs.
 
-On a CPU a peer that dies closes its connections, and whoever waits for it in a collective gets an error. A device waits
-for good, and says nothing. So a thread of every rank writes a heartbeat into the gang's store and reads the others';
-another waits for the end of the connection to the rank before it, which comes when that process dies.
+On a CPU a peer that dies closes its connections, and ranks that wait for it in a collective get an error. A GPU in a
+collective waits forever without an error. So every rank runs two threads. One writes the rank's heartbeat into the
+gang's store and reads those of its peers. The other watches a connection to the rank before it, which ends when that
+process dies.
 """
 
 import json
@@ -24,18 +25,17 @@ from cluster.observability.logs import first_line
 
 logger = logging.getLogger(__name__)
 
-BEATS = 8  # heartbeats in the watchdog's limit
-LONGEST_S, SHORTEST_S = 0.5, 0.05  # between two of them
-LATE_S = 1.0  # a round that is later by so much was held up with its whole process, which is no sign of the peers
+BEATS = 8  # heartbeats within the watchdog's limit
+LONGEST_S, SHORTEST_S = 0.5, 0.05  # between two heartbeats
+LATE_S = 1.0  # a round later than this: this whole process was stopped, so the silence says nothing about the peers
 FOREVER = timedelta(days=365)
-NEVER_SENT = 0x41E  # tag of the message that is waited for only to see the connection end
+NEVER_SENT = 0x41E  # tag of a message that nobody sends: waiting for it only shows the end of the connection
 
 
 @dataclass(slots=True)
 class PeerHeartbeat:
-    """What is known of a rank: its last heartbeat, and on our clock when that came and when the rank last did anything.
-
-    `passed` counts what its device did.
+    """The last heartbeat of a rank. `heard` is when it came and `moved` when the rank last made progress, both on our
+    clock. `count` numbers the rank's heartbeats, `passed` counts the moments that its device has reached.
     """
 
     heard: float
@@ -48,18 +48,18 @@ class PeerHeartbeat:
 
 @dataclass(slots=True)
 class StepThread:
-    """CPU seconds of the thread that steps."""
+    """CPU time of the thread that steps, as the measure of its progress."""
 
     thread: int = field(default_factory=threading.get_native_id)
 
     def seconds(self) -> float:
-        """See `cpu_progress.Pulse`."""
+        """Return the thread's CPU seconds so far."""
         return cpu_seconds(self.thread)
 
 
 class HeartbeatMonitor:
-    """The heartbeats of a gang as one rank gives and hears them. `alarm` is set as soon as a peer has left for a
-    reason, or is dead; `effort.thread` is the thread that steps.
+    """Sends the heartbeats of one rank and receives those of its peers. `alarm` is set as soon as a peer leaves with a
+    reason or dies, or the store is gone; `effort.thread` is the id of the thread that steps.
     """
 
     def __init__(
@@ -70,13 +70,13 @@ class HeartbeatMonitor:
         position: Callable[[], tuple[int, str]],
         group: Any,
     ) -> None:
-        """`store` is a connection of its own, `group` the process group over gloo of all ranks."""
+        """`store` is a connection used by nothing else, `group` the gloo process group of all ranks."""
         self._store, self._exit_reasons, self._clock, self._position = store, exit_reasons, clock, position
         self._group, self._rank, self._world = group, exit_reasons.rank, exit_reasons.world
         now = time.monotonic()
         self.signs = [PeerHeartbeat(now, now) for _ in range(self._world)]
         self.answered = now
-        """When the store last answered."""
+        """When the store last answered, on our clock."""
         self.alarm = threading.Event()
         self.effort = StepThread()
         self.period_s = LONGEST_S
@@ -84,20 +84,20 @@ class HeartbeatMonitor:
         self._over = threading.Event()
 
     def start(self) -> None:
-        """Begin to give and to hear signs."""
+        """Start both threads."""
         for call in (self._run, self._feel):
             threading.Thread(target=call, name=f"heartbeat-{self._rank}", daemon=True).start()
 
     def stop(self) -> None:
-        """Give no more signs; what happens to peers from now on is no alarm."""
+        """Send no more heartbeats, and raise no alarm from now on."""
         self._over.set()
 
     def hurry(self, limit_s: float) -> None:
-        """Beat so often that a silence of `limit_s` is seen in time."""
+        """Shorten the heartbeat period so that a silence of `limit_s` is noticed in time."""
         self.period_s = min(LONGEST_S, max(SHORTEST_S, limit_s / BEATS))
 
     def fresh(self, rank: int) -> bool:
-        """Whether a rank gave a sign within the last periods."""
+        """Return whether a heartbeat of `rank` came within the last four periods."""
         return time.monotonic() - self.signs[rank].heard < 4 * self.period_s
 
     def _run(self) -> None:
@@ -123,7 +123,7 @@ class HeartbeatMonitor:
 
     def _hear(self) -> None:
         keys = [f"beat/{rank}" for rank in range(self._world)]
-        self._all = self._all or bool(self._store.check(keys))  # whoever still loads has said nothing yet
+        self._all = self._all or bool(self._store.check(keys))  # a rank that still loads has no key yet
         if not self._all:
             return
         now = time.monotonic()
@@ -134,7 +134,7 @@ class HeartbeatMonitor:
                 sign.heard, sign.moved = now, max(sign.moved, now - age_s)
 
     def _pause(self, seconds: float) -> None:
-        """Until the next beat is due; notes an alarm as soon as it is given."""
+        """Wait until the next heartbeat is due; set `alarm` as soon as a peer leaves with a reason."""
         if self.alarm.is_set():
             self._over.wait(seconds)
             return
@@ -146,12 +146,13 @@ class HeartbeatMonitor:
             self.alarm.set()
 
     def _forgive(self, late_s: float) -> None:
+        """Do not count the time in which this process was stopped as silence of the peers."""
         if late_s > LATE_S:
             for sign in self.signs:
                 sign.heard, sign.moved = sign.heard + late_s, sign.moved + late_s
 
     def _feel(self) -> None:
-        """Wait for the end of the connection to the rank before this one, and tell all others of its death."""
+        """Wait for the end of the connection to the rank before this one; then publish an exit reason for that rank."""
         before = (self._rank - 1) % self._world
         try:
             work: Any = dist.irecv(torch.zeros(1), group=self._group, group_src=before, tag=NEVER_SENT)

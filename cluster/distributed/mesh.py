@@ -1,7 +1,7 @@
-"""The ranks of a gang, and the axes (groups) that they form. One rank alone needs no process group.
+"""The ranks of a gang and the axes (process groups) that they form. A single rank needs no process group.
 
 World: `tp_size` ranks in `attn_dp` groups of `attn_tp` ranks each; rank = dp_rank * attn_tp + attn_tp_rank. Facts
-(rows of integers) travel over gloo, tensors over NCCL on GPUs and gloo on CPUs.
+(rows of integers) travel over gloo; tensors travel over NCCL on GPUs and over gloo on CPUs.
 """
 
 import logging
@@ -52,9 +52,9 @@ logger = logging.getLogger(__name__)
 TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]
 PrefixStore: Any = dist.PrefixStore  # type: ignore[attr-defined]
 
-COLLECTIVE_TIMEOUT = timedelta(seconds=600)  # a last resort: the supervisor of the gang acts long before
+COLLECTIVE_TIMEOUT = timedelta(seconds=600)  # a last resort: the replica's watch over the gang acts long before
 JOIN_TIMEOUT = timedelta(seconds=120)
-NAP = timedelta(seconds=60)
+NAP = timedelta(seconds=60)  # one wait of a sleeping rank, which is repeated until a rank rings
 
 
 class Rendezvous(NamedTuple):
@@ -66,32 +66,31 @@ class Rendezvous(NamedTuple):
 
 
 class Store:
-    """The key-value store of a gang, kept by rank 0. It listens on one address only."""
+    """The key-value store of a gang, kept by rank 0; `tcp` is the TCPStore. It listens on one address only."""
 
     def __init__(self, tcp: Any, port: int) -> None:
         self.tcp, self.port = tcp, port
 
 
 def open_store(host: str) -> Store:
-    """Open a store that listens on `host`, at a port that the system chooses."""
+    """Open a store on rank 0 that listens on `host`, at a port that the system chooses."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.bind((host, 0))
     listener.listen(128)
     port: int = listener.getsockname()[1]
-    # A socket that TCPStore opens itself listens on all addresses, whatever the host given.
+    # TCPStore is given a bound socket: one that it opens itself listens on all addresses, whatever the host.
     tcp = TCPStore(host, port, None, True, JOIN_TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach())
     return Store(tcp, port)
 
 
 @dataclass(slots=True)
 class Mesh:
-    """This rank's place: the axes of the world and of its attention group, and the store of the gang.
+    """This rank's place in the gang: the axis of all ranks (`world`), that of its attention group (`attn`), the store.
 
     `facts` and `attn_facts` are the same two axes over gloo; on a CPU they are `world` and `attn` themselves.
-    `position` is the (step, phase) of this rank, for other threads to read. `bell` is a second connection to the store,
-    since `sleep` blocks the first, `store`. Where devices run behind their hosts, the `heartbeat_monitor` gives signs
-    of life.
+    `position` is the (step, phase) of this rank, readable by other threads. `bell` is a second connection to the store,
+    since `sleep` blocks the first, `store`. `heartbeat_monitor` is None on CPUs, where collectives report a dead peer.
     """
 
     rank: int = 0
@@ -119,29 +118,29 @@ class Mesh:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank schedules for its attention group."""
+        """Whether this rank is the leader of its attention group, which schedules for the group."""
         return self.attn.rank == 0
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """Note that this rank enters a phase, of its current step or of `step`."""
+        """Set `position` to a phase, of the current step or of `step`."""
         self.position = (self.position[0] if step is None else step, phase)
 
     def all_gather_row(self, row: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """One row of plain integers from every rank, in rank order."""
+        """All-gather one row of integers: return the rows of all ranks, in rank order."""
         if self.facts.size == 1:
             return [row]
         every = self.facts.gather(torch.tensor([row], dtype=torch.int64), [1] * self.facts.size)
         return [tuple(line) for line in every.tolist()]
 
     def everyones(self, name: str, text: str) -> list[str]:
-        """Publish `text` under `name`, wait for all ranks, and return their texts in rank order."""
+        """Publish `text` under `name` in the store, wait for all ranks, and return their texts in rank order."""
         if self.store is None:
             return [text]
         self.store.set(f"{name}/{self.rank}", text)
         return [self.store.get(f"{name}/{rank}").decode() for rank in range(self.world.size)]
 
     def sleep(self, step: int) -> None:
-        """Wait, without using the CPU, until a rank calls `ring` for this step; an earlier `ring` counts.
+        """Wait, without using the CPU, until any rank calls `ring` for this step; a `ring` before this call counts.
 
         Raises:
             PeerLostError: the gang is gone.
@@ -165,33 +164,33 @@ class Mesh:
                 return  # rank 0 is gone; sleeping ranks notice it themselves
 
     def forget(self, step: int) -> None:
-        """Delete the key of `ring` for an earlier step, from which every rank has long woken."""
+        """Delete the store's key of `ring` for an earlier step, from which every rank has woken."""
         if self.rank == 0 and step >= 0 and self.bell is not None:
             self.bell.delete_key(f"ring/{step}")
 
     def proclaim(self, store: Any) -> None:
-        """Give signs of life to the peers from now on, and hear theirs, over a connection to the store of its own."""
+        """Start the heartbeats of this rank; `store` is a connection used by nothing else."""
         assert self._exit_reasons is not None, "a rank alone has no peers"
         clock, group = self.world.clock, self.facts.group
+        # The prefix is that of `ExitReasons`, whose key `ALARM` the monitor waits for.
         self.heartbeat_monitor = HeartbeatMonitor(
             PrefixStore("exit_reasons", store), self._exit_reasons, clock, lambda: self.position, group
         )
         self.heartbeat_monitor.start()
 
     def explain(self, cause: str) -> PeerLostError:
-        """The error to raise for `cause`, which a peer that left has brought about; waits a moment for the others'
-        reasons. A rank that only noticed says so, and one that says nothing is dead.
-        """
+        """Return the error to raise for `cause`, which the loss of a peer has caused; see `ExitReasons.explain`."""
         assert self._exit_reasons is not None, "a rank alone has no peers"
         return self._exit_reasons.explain(
             cause, *self.position, None if self.heartbeat_monitor is None else self.heartbeat_monitor.fresh
         )
 
     def loss(self, error: RuntimeError, *, in_collective: bool = False) -> PeerLostError | None:
-        """What an error means that a step ran into, `in_collective` if there; None: it is this rank's own.
+        """Return the loss of a peer if it caused `error`, which a step raised (`in_collective`: in a collective); None
+        if the error is this rank's own.
 
-        A device tells with its next call of what a peer that left has done to a collective under way, so there it is a
-        peer's fault if one has left for a reason, or is dead.
+        CUDA reports with a later call that a lost peer has broken a collective. So an error of the device counts as a
+        loss only if an exit reason blames a peer.
         """
         if self.world.size == 1:
             return None
@@ -203,7 +202,7 @@ class Mesh:
 
     @contextmanager
     def naming(self) -> Iterator[None]:
-        """An error of this block that a peer has brought about is raised as the loss of that peer."""
+        """Raise an error of this block as `PeerLostError` if the loss of a peer has caused it."""
         try:
             yield
         except GangError:
@@ -215,12 +214,12 @@ class Mesh:
             raise lost from error
 
     def say(self, exit_reason: ExitReason) -> None:
-        """Tell the peers why this rank leaves; the first farewell stays."""
+        """Publish this rank's exit reason; the first one is never replaced."""
         if self._exit_reasons is not None:
             self._exit_reasons.say(exit_reason)
 
     def close(self, reason: str = "", drop: Callable[[], object] = lambda: None) -> None:
-        """Leave the gang: peers that wait for this rank get an error at once, and can read `reason`. `drop` lets go of
+        """Leave the gang: peers that wait for this rank get an error at once, and can read `reason`. `drop` releases
         the graphs that hold collectives.
         """
         if self._closed:
@@ -234,12 +233,12 @@ class Mesh:
             self._abort(drop)
 
     def _abort(self, drop: Callable[[], object]) -> None:
-        """End the process groups. Aborting, unlike destroying, also releases a thread that waits in a collective."""
+        """Abort the process groups. Unlike destroying them, this also releases a thread that waits in a collective."""
         axes = (self.world, self.attn, self.facts, self.attn_facts)
         own = [axis.group for axis in axes[:2] if axis.group is not None and axis.direct]
         if nccl.abort(own, drop):
             dist.distributed_c10d._abort_process_group()
-        else:  # torch would wait for them, up to the timeout of the group
+        else:  # torch's own abort would wait for the communicators, up to the timeout of the group
             logger.error("rank %d: NCCL does not end its communicators; the end of the process will", self.rank)
             nccl.abort([axis.group for axis in axes[2:] if axis.group is not None])
         for axis in axes:
@@ -249,10 +248,10 @@ class Mesh:
 def join(
     rank: int, world: int, attn_dp: int, rendezvous: Rendezvous, device: torch.device, store: Store | None
 ) -> Mesh:
-    """Meet the other ranks; returns once all have joined. Rank 0 passes the `store` that it opened.
+    """Meet the other ranks; return the mesh once all have joined. Rank 0 passes the `store` that it opened.
 
     Raises:
-        ConfigError: the environment has torch supervise NCCL in its own way.
+        ConfigError: an environment variable switches torch's own supervision of NCCL on.
         PeerLostError: a rank did not join.
     """
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "0")
@@ -285,10 +284,10 @@ def join(
 
 @contextmanager
 def threads_run_first() -> Iterator[None]:
-    """Give the threads that are started in this block real-time priority, where the system allows it (CAP_SYS_NICE).
+    """Give threads that are started in this block real-time priority, if the system allows it (CAP_SYS_NICE).
 
-    gloo's threads hardly compute, but other ranks wait for what they carry. On a host with as many ranks as cores, each
-    would wait for a computing thread's time slice to end: up to 4 ms, several times a step.
+    gloo's threads hardly compute, but other ranks wait for the data that they carry. On a host with as many ranks as
+    cores, gloo's threads would wait for the time slice of a computing thread to end: up to 4 ms, several times a step.
     """
     try:
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
@@ -313,8 +312,8 @@ def _axes(
     clock: ProgressClock,
     device: torch.device | None = None,
 ) -> tuple[Axis, Axis]:
-    """The axes of the world and of this rank's attention group; every rank makes all groups, in the same order. With a
-    `device` communicators are made at once, not with the first collective.
+    """Return the axes of the world and of this rank's attention group. With a `device`, communicators are created now
+    and not with the first collective.
     """
     direct = backend == "nccl"
     timer = EventTimer(device or torch.device("cuda")) if direct else HOST
@@ -323,5 +322,6 @@ def _axes(
     attn_tp = len(groups[0])
     if attn_tp == 1:
         return whole, Axis(clock=clock)
+    # Torch requires that every rank creates all groups, in the same order, its own or not.
     made = [dist.new_group(ranks, **given) for ranks in groups]
     return whole, Axis(rank % attn_tp, attn_tp, made[rank // attn_tp], direct, clock, timer)

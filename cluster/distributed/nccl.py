@@ -1,7 +1,6 @@
-"""NCCL under our own supervision: what torch must leave alone, communicators that are ready before a capture, how they
-end, and what their errors mean.
+"""NCCL under the gang's own supervision: torch's settings, warm-up before a capture, aborts, and advice on errors.
 
-The facts about torch are those of its headers and docstrings (`ProcessGroupNCCL.hpp`, `_abort_process_group`).
+What is said of torch comes from its headers and docstrings (`ProcessGroupNCCL.hpp`, `_abort_process_group`).
 """
 
 import threading
@@ -20,19 +19,19 @@ SETTINGS = {
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_BLOCKING_WAIT": "0",
 }
-"""What torch's own supervision must not do here.
+"""Parts of torch's own supervision that are switched off.
 
-ASYNC_ERROR_HANDLING is 3 by default: torch's watchdog tears the process down when a collective fails or is late, before
-this rank has said why; and it does not see replayed collectives at all. With MONITORING, the default, a second thread
-aborts the process when that watchdog stands still, as it may behind a device that hangs. With RETHROW_CUDA_ERRORS, the
-default, the watchdog throws what CUDA says after an abort in a thread where nobody catches it, which ends the process.
-With BLOCKING_WAIT each collective blocks the host, which then can neither capture nor look at its peers.
+ASYNC_ERROR_HANDLING (default 3): torch's watchdog kills the process when a collective fails or is late, before this
+rank can publish its exit reason. It also does not see collectives of replayed graphs. MONITORING (default on): a second
+thread kills the process when that watchdog hangs, as it may when the device hangs. RETHROW_CUDA_ERRORS (default on):
+after an abort the watchdog rethrows CUDA's error in its own thread, uncaught, which ends the process. BLOCKING_WAIT:
+each collective blocks the host, which then can neither capture nor check its peers.
 """
 OLD_NAMES = {
     "NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     "NCCL_BLOCKING_WAIT": "TORCH_NCCL_BLOCKING_WAIT",
 }
-ABORT_S = 1.0  # after which communicators that do not end are left to the end of the process
+ABORT_S = 1.0  # communicators that take longer to end are left to the end of the process
 WARM_S = 120.0
 
 ADVICE = (
@@ -50,14 +49,14 @@ ADVICE = (
     ("timed out", "a peer did not come to the same call; its log has the cause"),
     ("Timeout", "a peer did not come to the same call; its log has the cause"),
 )  # fmt: skip
-"""What to do about an error, by a word of its text, the most telling first."""
+"""(text in the message of an error, advice), the most specific first."""
 
 
 def settle(environment: MutableMapping[str, str]) -> None:
-    """Set what torch reads when it makes a communicator.
+    """Set the variables of `SETTINGS`, which torch reads when it makes a communicator.
 
     Raises:
-        ConfigError: it is set already, to something else.
+        ConfigError: one of them is already set to another value.
     """
     for name, value in SETTINGS.items():
         for given in (name, *(old for old, new in OLD_NAMES.items() if new == name)):
@@ -70,10 +69,10 @@ def settle(environment: MutableMapping[str, str]) -> None:
 
 
 def warm(axes: Sequence[Axis], device: torch.device) -> None:
-    """Run each kind of collective once on every axis, so that nothing is connected during a capture, and wait for it.
+    """Run each kind of collective once on every axis and wait: NCCL must not open connections during a capture.
 
     Raises:
-        RuntimeError: a communicator does not work; the message names the axis by its size.
+        RuntimeError: a communicator does not work; the message names the size of its axis.
     """
     for axis in axes:
         if axis.size == 1:
@@ -95,12 +94,12 @@ def warm(axes: Sequence[Axis], device: torch.device) -> None:
 
 
 def abort(groups: Sequence[Any], drop: Callable[[], object] = lambda: None, seconds: float = ABORT_S) -> bool:
-    """Abort communicators, each in a thread of its own, since one may wait for the end of another, and `drop` graphs
-    that hold their collectives; returns after `seconds` at the latest, and whether all have ended.
+    """Abort communicators, and call `drop`, which releases the graphs that hold their collectives. Return after at most
+    `seconds`: whether all communicators have ended.
 
-    NCCL tells the device at once to leave its collectives, and then waits until the last such graph is destroyed
-    (`commDestroySync` in its init.cc). A graph under way may be destroyed only when the device has left it, so neither
-    is to wait for the other here.
+    Each call runs in its own thread, as they wait for each other. An abort tells the device to leave its collectives,
+    then waits until the last graph with collectives is destroyed (`commDestroySync` in NCCL's init.cc). A running graph
+    can be destroyed only when the device has left it. And one communicator may wait for the end of another.
     """
     threads = [threading.Thread(target=_quietly, args=(group.abort,), daemon=True) for group in groups]
     for thread in (*threads, threading.Thread(target=drop, daemon=True)):
@@ -114,25 +113,27 @@ def abort(groups: Sequence[Any], drop: Callable[[], object] = lambda: None, seco
 def _quietly(call: Callable[[], object]) -> None:
     try:
         call()
-    except RuntimeError:  # what it says of a communicator that is broken is why it is aborted
+    except RuntimeError:  # the error of a broken communicator, which is why it is aborted
         return
 
 
 def advice(text: str) -> str:
-    """What to do about an error of NCCL, in brackets; nothing about others."""
+    """Return advice on an error of NCCL, in brackets; an empty string for other errors."""
     found = next((words for sign, words in ADVICE if sign in text), "")
     return f" ({found})" if found and ("NCCL" in text or "nccl" in text) else ""
 
 
 def of_collectives(error: BaseException) -> bool:
-    """Whether an error can come from nothing but collectives: gloo's and NCCL's."""
+    """Return whether an error comes from a collective, of gloo or NCCL."""
     text = str(error)
     return isinstance(error, torch.distributed.DistError) or any(word in text for word in ("gloo", "NCCL", "nccl"))
 
 
 def of_device(error: BaseException) -> bool:
-    """Whether a device says so: CUDA tells of an abort amid a replay, and of a peer's memory that is gone, with the
-    next call, whatever that is for.
+    """Return whether CUDA reports an error of the device, other than lack of memory.
+
+    It may be caused by a peer: CUDA reports an abort during a replay, or the loss of a peer's memory, with the next
+    call, whatever that call does.
     """
     device = isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)
     return device and not isinstance(error, torch.OutOfMemoryError)

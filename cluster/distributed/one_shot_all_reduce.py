@@ -1,9 +1,9 @@
-"""All-reduces of few bytes in one kernel over NVLink, by torch's symmetric memory; the ordinary all-reduce is the twin.
+"""All-reduce of few bytes in one kernel over NVLink, by torch's symmetric memory. Its reference is NCCL's all-reduce.
 
-Every rank reads the peers' rows out of their memory and adds them up, with one barrier before and one behind. That
-saves NCCL's rounds where rows are few. It has never run here on several GPUs, so it is off unless asked for, and at
-start it is held to its twin on the devices themselves. A rank whose peer is gone waits in the kernel until its process
-ends: no abort reaches it.
+Every rank reads the rows of its peers from their memory and adds them, with a barrier before and after. For small
+tensors this saves NCCL's rounds. It has never run here on several GPUs, so it is off by default, and at start it is
+compared with the reference on the real devices. If a peer is gone, a rank waits in the kernel until its own process
+ends: an abort does not reach the kernel.
 """
 
 from collections.abc import Callable
@@ -13,18 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MOST_BYTES = 1 << 19  # above, NCCL is about as fast
-MOST_RANKS = 8  # of one node, each with NVLink to all others
-DTYPES = (torch.float32, torch.bfloat16)  # that the kernel adds
-ALIGNED = 16  # bytes that it reads at once
+MOST_BYTES = 1 << 19  # above this size NCCL is about as fast
+MOST_RANKS = 8  # on one node, each with NVLink to all others
+DTYPES = (torch.float32, torch.bfloat16)  # that the kernel can add
+ALIGNED = 16  # bytes that the kernel reads at once
 
 
 class WrongSumError(RuntimeError):
-    """The kernel's sums are not those of the twin, or not the same on every rank."""
+    """The kernel's sums differ from the reference, or between ranks."""
 
 
 class OneShot:
-    """The symmetric buffers of one axis, one for each dtype, made by all of its ranks together."""
+    """The kernel on one axis, with a symmetric buffer per dtype. All ranks of the axis create it together."""
 
     def __init__(self, group: Any, size: int, device: torch.device) -> None:
         """Raises RuntimeError where the ranks cannot read each other's memory."""
@@ -40,12 +40,12 @@ class OneShot:
 
     @staticmethod
     def takes(rows: Tensor) -> bool:
-        """Whether rows are summed like this: the same on every rank, since shapes and dtypes are."""
+        """Return whether the kernel can sum `rows`. All ranks decide alike, as shapes and dtypes are the same."""
         size = rows.numel() * rows.element_size()
         return rows.dtype in DTYPES and 0 < size <= MOST_BYTES and size % ALIGNED == 0
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Partial sums of the same rows -> their sum."""
+        """Return the sum of all ranks' `rows`."""
         buffer = self._buffers[rows.dtype][: rows.numel()].view(rows.shape)
         summed: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(buffer, rows.contiguous(), "sum", self._name)
         return summed
@@ -58,10 +58,11 @@ def check_against_reference(
     every: Callable[[Tensor], Tensor],
     device: torch.device,
 ) -> None:
-    """Compare sums of made-up rows with the twin's, and with those of the ranks that `every` gathers; all call this.
+    """Compare the kernel's sums of random rows with `twin`, the reference all-reduce, and between ranks, with `every`,
+    an all-gather. All ranks of the axis call this together.
 
     Raises:
-        WrongSumError: they differ.
+        WrongSumError: sums differ.
     """
     source = torch.Generator().manual_seed(rank)
     for dtype in DTYPES:

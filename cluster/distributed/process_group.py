@@ -1,5 +1,7 @@
-"""The ranks that share work, and every collective among them. A wrong size ends a gloo process without a Python
-exception, so callers (`cluster.dp_attention`) compare sizes before they enter a collective.
+"""Groups of ranks that share work, and all collectives among them.
+
+A wrong size kills a gloo process without a Python exception. So callers (`cluster.dp_attention`) compare the sizes
+before they enter a collective.
 """
 
 from collections.abc import Sequence
@@ -21,17 +23,17 @@ class Shard(NamedTuple):
     size: int = 1
 
     def span(self, total: int) -> tuple[int, int]:
-        """This shard's `[start, stop)` of `total` items; shards differ by at most one item."""
+        """Return this shard's `[start, stop)` of `total` items; the sizes of shards differ by at most one item."""
         return total * self.rank // self.size, total * (self.rank + 1) // self.size
 
 
 @dataclass(slots=True)
 class Axis:
-    """Ranks that share work. `group` is None when this rank is alone; then every collective is the identity.
+    """A group of ranks that share work. If this rank is alone, `group` is None and every collective is the identity.
 
-    `direct` (NCCL): parts of equal size go through the backend's own all-gather and reduce-scatter. Else an all-to-all
-    is used, which takes any sizes and is twice as fast on gloo; sums in rank order have the same bits on every rank.
-    `one_shot`, where asked for, sums rows that are few.
+    With `direct` (NCCL), parts of equal size use the backend's own all-gather and reduce-scatter. Otherwise an
+    all-to-all is used: it takes any sizes and is twice as fast on gloo. Its parts are added in rank order, so the sums
+    have the same bits on every rank. `one_shot`, if set, sums tensors of few bytes.
     """
 
     rank: int = 0
@@ -48,7 +50,7 @@ class Axis:
         return Shard(self.rank, self.size)
 
     def gather(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Own rows `[counts[rank], ..]` -> all ranks' rows `[sum(counts), ..]`, in rank order."""
+        """All-gather: own rows `[counts[rank], ..]` -> all ranks' rows `[sum(counts), ..]`, in rank order."""
         if self.size == 1:
             return rows
         every = rows.new_empty(sum(counts), *rows.shape[1:])
@@ -62,7 +64,7 @@ class Axis:
         return every
 
     def reduce_scatter(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Partial sums of all ranks' rows `[sum(counts), ..]` -> own rows `[counts[rank], ..]`, summed."""
+        """Reduce-scatter: partial sums of all ranks' rows `[sum(counts), ..]` -> own rows `[counts[rank], ..]`."""
         if self.size == 1:
             return rows
         own = counts[self.rank]
@@ -78,9 +80,9 @@ class Axis:
         return added(parts.view(self.size, own, *rows.shape[1:]))
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], taken: Sequence[int]) -> Tensor:
-        """Rows in rank order of whom they go to, `sent[r]` to rank r -> those that come, `taken[r]` from rank r.
+        """All-to-all: rows sorted by destination rank, `sent[r]` to rank r -> received rows, `taken[r]` from rank r.
 
-        What one rank sends to another is what the other takes from it: callers agree on both before.
+        Callers agree on the counts first: `sent[r]` on this rank equals `taken[this rank]` on rank r.
         """
         if self.size == 1:
             return rows
@@ -91,7 +93,7 @@ class Axis:
         return came
 
     def all_reduce(self, rows: Tensor) -> Tensor:
-        """Partial sums of the same rows -> their sum, with the same bits on every rank."""
+        """All-reduce: partial sums of the same rows -> their sum, same bits on every rank; NCCL sums in place."""
         if self.size == 1:
             return rows
         if not self.direct:
@@ -105,7 +107,7 @@ class Axis:
         return rows
 
     def broadcast(self, values: Tensor) -> Tensor:
-        """Overwrite `values` on all ranks with the first rank's, in place."""
+        """Overwrite `values` in place with those of the group's first rank."""
         if self.size > 1:
             began = self.clock.begin(self.timer)
             dist.broadcast(values, group=self.group, group_src=0)
@@ -113,12 +115,12 @@ class Axis:
         return values
 
     def leave(self) -> None:
-        """Drop the group: gloo closes its connections only when nothing refers to them, even after an abort."""
+        """Drop the group. gloo closes its connections only when nothing refers to the group, even after an abort."""
         self.group = None
 
 
 def added(parts: Tensor) -> Tensor:
-    """The sum over the first dimension, added in order."""
+    """Return the sum over the first dimension, added in order so that every rank gets the same bits."""
     total = parts[0]
     for part in parts[1:]:
         total = total + part

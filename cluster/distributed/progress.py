@@ -1,4 +1,4 @@
-"""Progress counters of one rank: its collectives, the time it waits in them, the parts of layers it comes to."""
+"""Progress counters of one rank: its collectives, the time spent in them, and the parts of layers that it reaches."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -9,12 +9,12 @@ from cluster.device.timing import HOST, Spans, Timer
 
 @dataclass(slots=True)
 class ProgressClock:
-    """Counts what this rank and its device do; other threads may read the counts meanwhile.
+    """Counts the progress of this rank and its device. Other threads may read the counters.
 
-    `begun` is the number of collectives entered and `calls` the number that returned (or, on a GPU, were queued);
-    `parts` counts the parts of layers that a rank without peers has come to, where ranks with peers enter a collective.
-    Where the `device` runs behind its host, `passed` counts those of its moments to which it was seen to have come, and
-    `awaiting` says that the host does nothing but wait for it.
+    `begun` is the number of collectives entered; `calls` is the number that returned (on a GPU: were queued). `parts`
+    counts the parts of layers that a rank without peers has reached: the places where ranks with peers enter a
+    collective. On a GPU, `passed` counts the recorded moments that the device has reached, and `awaiting` is True while
+    the host only waits for the device.
     """
 
     calls: int = 0
@@ -28,16 +28,16 @@ class ProgressClock:
 
     @property
     def marks(self) -> int:
-        """The sum of the counters, which grows with every sign of progress."""
+        """The sum of all counters; it grows with every progress."""
         return self.calls + self.begun + self.parts + self.passed
 
     @property
     def waits(self) -> bool:
-        """Whether this rank is in a collective now, or waits for its device."""
+        """Whether this rank is in a collective, or waits for its device."""
         return self.begun > self.calls or self.awaiting
 
     def begin(self, timer: Timer = HOST) -> Any:
-        """Note that a collective is entered; returns the moment, to be given to `end`."""
+        """Note that a collective is entered; return the moment, for `end`."""
         self.begun += 1
         return self._noted(timer.now(), timer)
 
@@ -47,22 +47,22 @@ class ProgressClock:
         self.calls += 1
 
     def replayed(self, count: int) -> None:
-        """Note collectives that a captured program queued all at once."""
+        """Note `count` collectives that the replay of a captured program queued."""
         self.begun += count
         self.calls += count
 
     def part(self) -> None:
-        """Note that a part of a layer is reached."""
+        """Note that a rank without peers reaches a part of a layer."""
         self.parts += 1
         self.mark()
 
     def mark(self) -> None:
-        """Have `look` tell when the device has come to this point of its work."""
+        """Record a moment here, which `look` counts once the device has reached it."""
         if self.device is not HOST:
             self._noted(self.device.now(), self.device)
 
     def look(self) -> int:
-        """See how far the device is; returns `passed`. For the thread that queues its work."""
+        """Count the moments that the device has reached; return `passed`. Only for the thread that queues its work."""
         while self._ahead and self.device.reached(self._ahead[0]):
             self._ahead.popleft()
             self.passed += 1
@@ -74,5 +74,5 @@ class ProgressClock:
         return moment
 
     def split(self) -> Spans:
-        """The spans spent in collectives since the last call, to be taken when the device has done all of them."""
+        """Return the spans spent in collectives since the last call; `take` them once the device has finished them."""
         return self._waits.split()

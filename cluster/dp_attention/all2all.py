@@ -1,8 +1,9 @@
 """All-to-all of rows for expert-parallel experts: which rows go to which ranks, in what order, and with what data.
 
-Experts are divided into `parts`. Neighbouring ranks share one part: each holds some columns of its experts. A row goes
-once to every rank of each part that holds one of its experts, with the weights and ids of all its experts.
-Legend: m rows that a rank carries, k experts that a row takes, H hidden, n ranks, S rows that a rank sends.
+Experts are divided into `parts`. Neighbouring ranks share one part: each of them holds some columns of the part's
+experts. A row goes once to every rank of each part that holds one of its experts, with the weights and ids of all its
+experts. Legend: m rows that a rank carries (its share of its group's rows), k experts that a row takes, H hidden, n
+ranks, S rows that a rank sends.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ INTEGERS[torch.bfloat16] = torch.int16
 
 
 class AllToAll:
-    """The destinations of the m rows that this rank carries. `counts`: rows to each part. `to`: row indices by rank."""
+    """Where this rank's m rows go: `counts` of rows to each part, indices of the rows that go `to` each rank."""
 
     def __init__(self, taken: Tensor, parts: int, ranks: int) -> None:
         """`taken` `[m, k]` are the parts that hold the experts of each row. Waits for the device to read the counts."""
@@ -42,8 +43,8 @@ class AllToAll:
     def summed(self, came: Tensor, common: range) -> Tensor:
         """Partial sums that came back, `[.., H]` -> their sums `[m, H]`, added in rank order.
 
-        `came` holds, rank by rank, one sum for each row that went to that rank. From each rank in `common` follows one
-        more for every row that this rank carries.
+        `came` holds, rank by rank, one sum for each row that went to that rank. If the rank is in `common`, one more
+        sum follows for every row that this rank carries.
         """
         every = torch.arange(self.carried, device=came.device)
         places = []
@@ -69,7 +70,9 @@ def flows(table: Table, rank: int) -> tuple[list[int], list[int]]:
 
 
 def impossible(table: Table, carried: Sequence[int], active: int) -> int | None:
-    """Return the first rank whose counts are impossible for its rows. A row goes to 1 to min(active, parts) parts."""
+    """Return the first rank whose counts are impossible for its rows, or None. A row goes to at least 1 part, and to at
+    most min(active, parts) parts.
+    """
     for rank, (counts, rows) in enumerate(zip(table, carried, strict=True)):
         most = rows * min(active, len(counts))
         if not all(0 <= count <= rows for count in counts) or not rows <= sum(counts) <= most:
@@ -78,8 +81,8 @@ def impossible(table: Table, carried: Sequence[int], active: int) -> int | None:
 
 
 def packed(rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-    """Join rows `[m, H]`, weights `[m, k]` and expert ids `[m, k]` to `[m, H + 2 k]`. Ids travel as bit patterns:
-    bfloat16, for one, cannot represent all of them as numbers.
+    """Join rows `[m, H]`, weights `[m, k]` and expert ids `[m, k]` to `[m, H + 2 k]`. Ids travel as bit patterns,
+    because bfloat16, for example, cannot represent all ids as numbers.
     """
     return torch.cat([rows, weights, experts.to(INTEGERS[rows.dtype]).view(rows.dtype)], 1)
 

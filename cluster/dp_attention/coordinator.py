@@ -28,7 +28,7 @@ class Coordinator:
         self.step = self._order = self._results = 0
 
     def header(self) -> RankFacts:
-        """Return the facts of this rank without any work, with a vote for the deepest tree."""
+        """Return the facts of this rank as if it had no work and voted for the deepest tree."""
         calls = self._mesh.world.clock.calls
         return RankFacts(
             self._mesh.epoch,
@@ -70,7 +70,7 @@ class Coordinator:
         plan = self._plan
         runs = plan.key, plan.counted, plan.order_words, plan.scored, plan.empty or plan.leaving
         given = runs, self._shapes, self._rule.attn_tp
-        if given != self._script[0]:  # a script is often that of the step before, so the last one is kept
+        if given != self._script[0]:  # many steps have the script of the step before, so the last script is kept
             shape = plan.tree(self._shapes)
             self._script = given, script(plan, shape, self._target, self._draft, self._rule.attn_tp > 1)
         return self._script[1]
@@ -84,7 +84,7 @@ class Coordinator:
         self._results = results
 
     def taken(self) -> None:
-        """Note that the agreed step is over."""
+        """Note that the agreed step is over: the next `agree` may follow."""
         self._plan = None
 
     def confirm(self, plan: StepPlan) -> None:
@@ -97,7 +97,7 @@ class Coordinator:
         self._compare("plan", [row[0] for row in table], range(len(table)))
 
     def _fingerprint(self) -> int:
-        """A checksum of everything besides the facts that determines plans and scripts (kept while nothing changes)."""
+        """A checksum of everything besides the facts that determines plans and scripts; cached until a part changes."""
         given = self._mesh.world.size, self._mesh.attn.size, self._rule, self._shapes
         if any(a is not b for a, b in zip_longest(given, self._sum[0])):
             trees = [(s.num_steps, s.topk, s.num_draft_tokens) for s in self._shapes]

@@ -1,8 +1,8 @@
 """The collectives around the sharded parts of a model, each checked against the script of the step.
 
 Every rank makes the same calls, in the order of the script and with the planned numbers of rows. Over an axis of one
-rank a call is the identity. A rank that is about to make a wrong call, or one with wrong row counts, raises before it
-enters the collective, because a wrong size can end a gloo process without a Python exception.
+rank a call is the identity. A rank that is about to make a wrong call, or a call with wrong row counts, raises before
+it enters the collective: a wrong size can end a gloo process without a Python exception.
 Legend: T own rows (of this rank's group), T' rows scored, H hidden, v columns of a shard, n shards, k numbers.
 """
 
@@ -25,9 +25,9 @@ T = TypeVar("T")
 
 
 class Exchange:
-    """`TokenExchange` over a mesh, and `Shards` of its vocabulary. All ranks of a group have the same rows.
+    """`TokenExchange` over a mesh, and `Shards` of embedding and head. All ranks of a group have the same rows.
 
-    `vocab_over_world`: embedding and head are sharded over all ranks, otherwise over the attention group. `parts` is
+    If `vocab_over_world`, embedding and head are sharded over all ranks, otherwise over the attention group. `parts` is
     the number of parts of the experts.
     """
 
@@ -43,11 +43,11 @@ class Exchange:
 
     @property
     def shards(self) -> Shards | None:
-        """The shards of embedding and head; None if there is only one."""
+        """The shards of embedding and head; None if there is only one shard."""
         return None if self.size == 1 else self
 
     def begin(self, step: int, calls: Iterable[ScriptCall], counted: bool = False) -> None:
-        """Begin a step with the calls of its script. `counted` is that of the plan."""
+        """Begin a step with the calls of its script. `counted` is `StepPlan.counted`."""
         self._step, self._script, self.counted = step, deque(calls), counted
 
     @property
@@ -56,7 +56,7 @@ class Exchange:
         return tuple(self._script)
 
     def replay(self, calls: Iterable[ScriptCall]) -> None:
-        """Check the `calls` of a captured program against the rest of the script, before all of them are replayed.
+        """Check the `calls` of a captured program against the rest of the script, before the program is replayed.
 
         Raises:
             OutOfStepError: names the first call that differs from the script.
@@ -112,8 +112,8 @@ class Exchange:
         return self._collect(rows, call)
 
     def to_experts(self, rows: Tensor, experts: ExpertParallelLayer, common: Tensor | None) -> Tensor:
-        """Own rows `[T, H]` -> the sums of their experts' outputs. Ranks first exchange counts; then each one sends the
-        rows that it carries to the ranks of their experts. The bits are those of `gather` and `scatter`.
+        """Own rows `[T, H]` -> the sums of their experts' outputs, equal bit by bit to those of `gather` and `scatter`.
+        Ranks first exchange counts. Then each rank sends the rows that it carries to the ranks that hold their experts.
         """
         start, stop = self._mesh.attn.part.span(rows.shape[0])  # each rank of a group carries a share of its rows
         mine = rows[start:stop]
@@ -125,7 +125,7 @@ class Exchange:
         return self.combine(made, table, all2all, common)
 
     def counts(self, all2all: AllToAll) -> Table:
-        """All-gather how many rows each rank sends to each part of the experts; `all2all` has those of this rank.
+        """All-gather how many rows each rank sends to each part of the experts. `all2all` has the counts of this rank.
 
         Raises:
             OutOfStepError: the counts of a rank are impossible for the planned rows.
@@ -156,8 +156,8 @@ class Exchange:
         return self._run(world, world.all_to_all, rows, sent, taken)
 
     def combine(self, made: Tensor, table: Table, all2all: AllToAll, common: Tensor | None) -> Tensor:
-        """Partial sums `made` for the rows that came, in their order, and `common` as in `scatter` -> own rows, summed.
-        Each sum goes back to the rank that carries the row.
+        """Send back the partial sums `made`, which are in the order of the rows that came, each to the rank that
+        carries its row. Return own rows, summed; `common` is as in `scatter`.
         """
         call, mesh = self._next("combine"), self._mesh
         carried, (sent, taken) = self._counts(call), flows(table, mesh.rank)
@@ -165,12 +165,12 @@ class Exchange:
         back, group = list(torch.split(made, taken)), range(0)
         if common is not None:
             self._check(common, self._own(call), call.width)
-            # Sums of `common` stay in the group: each rank of it gets those of the rows that it carries, appended.
+            # Sums of `common` stay in the group: append for each of its ranks the sums of the rows that it carries.
             group = range(mesh.dp_rank * mesh.attn.size, (mesh.dp_rank + 1) * mesh.attn.size)
             for rank, more in zip(group, torch.split(common, carried[group.start : group.stop]), strict=True):
                 back[rank] = torch.cat([back[rank], more])
             sent = [count + (rank in group) * carried[mesh.rank] for rank, count in enumerate(sent)]
-        # The way back: this rank sends `gone` rows to each rank, and takes `sent` from each.
+        # On the way back this rank sends `gone[r]` rows to rank r, and takes `sent[r]` rows from it.
         gone = [rows.shape[0] for rows in back]
         came = self._run(mesh.world, mesh.world.all_to_all, torch.cat(back), gone, sent)
         return self._join(all2all.summed(came, group), call)
@@ -186,8 +186,8 @@ class Exchange:
         return self._summed(rows)
 
     def head(self, rows: Tensor, project: Callable[[Tensor], Tensor]) -> tuple[Tensor, int]:
-        """Rows `[T, H]` -> this shard's logits `[T', v]` of the rows that it scores, computed by `project`; and the
-        index of the first own row among them.
+        """Rows `[T, H]` -> this shard's logits `[T', v]` of the rows scored here, computed by `project`; and the index
+        of the first own row among these rows.
         """
         call = self._next("head")
         self._check(rows, self._own(call), call.width)
@@ -196,7 +196,7 @@ class Exchange:
         return logits, self._first(call)
 
     def spread(self, numbers: Tensor) -> Tensor:
-        """Int64 numbers of own rows `[T, k]` -> those of the rows of every group, `[T', k]`."""
+        """Int64 numbers of own rows `[T, k]` -> the numbers of the rows of every group, `[T', k]`."""
         call = self._next("spread")
         self._check(numbers, self._own(call), call.width, torch.int64)
         return self._spread(numbers, call)
@@ -259,8 +259,8 @@ class Exchange:
         return OutOfStepError(f"rank {rank} {what} (step {self._step}, phase {phase})", rank, self._step, phase)
 
     def _run(self, axis: Axis, collective: Callable[..., T], *given: Any) -> T:
-        """Run one collective over `axis`, and check that it was entered exactly once. Pass its tensors in `given`, not
-        in a closure: a tape could never reuse the buffers of tensors that a recorded closure holds.
+        """Run one collective over `axis`, and check that the collective was entered exactly once. Pass its tensors in
+        `given`, not in a closure: a tape could not reuse the buffers of tensors that a recorded closure holds.
         """
         if axis.size == 1:
             return collective(*given)
@@ -295,7 +295,7 @@ class Exchange:
         return self._run(attn, attn.all_reduce, rows)
 
     def _spread(self, rows: Tensor, call: ScriptCall) -> Tensor:
-        """Own rows -> the rows of every group. With one group every rank has them already."""
+        """Own rows -> the rows of every group. With one group, own rows are all rows."""
         world = self._mesh.world
         if self._mesh.attn_dp == 1:
             return rows

@@ -1,7 +1,7 @@
 """Pads a step input to the planned rows. Idle rows are computed like others, on the sink page: no special cases.
 
-An idle request uses the last row of the page table, whose slots are all in the sink page, and the same row of the
-carried draft inputs: `EagleDraftInput.create_idle_input` made it, with the widths of `hidden_size_for`.
+An idle request uses the last row of the page table, whose slots are all in the sink page, and the last row of the
+carried draft inputs, which `EagleDraftInput.create_idle_input` made with the widths of `hidden_size_for`.
 """
 
 from cluster.batch import DecodeRequest, PromptChunk, StepInput
@@ -9,11 +9,12 @@ from cluster.dp_attention.plan import StepPlan
 
 
 def padded(order: StepInput, plan: StepPlan, group: int, idle_row: int) -> StepInput:
-    """Return `order` of attention group `group` with the idle requests, prompt rows and ends that the plan asks for.
+    """Return `order` of attention group `group` with the idle requests, idle prompt rows and idle ends of prompts of
+    the plan.
 
-    Idle requests come after the real ones. Each idle prompt row is a chunk of its own, so that it attends only to
+    Idle requests come after the real ones. Each idle prompt row is a chunk of its own, so the row attends only to
     itself. Idle chunks come first, because chunks are in order of length. In a captured step the lists of chunks are
-    padded to the number of prompt rows, so that the number of chunks is not part of its key.
+    padded to the number of prompt rows, so that the number of chunks is not part of the program's key.
     """
     requests, rows, finals = plan.idle(group)
     if plan.captured:

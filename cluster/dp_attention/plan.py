@@ -21,16 +21,18 @@ Padding = Literal["auto", "padded", "exact"]
 
 
 class RankFacts(NamedTuple):
-    """One rank's row of the table: a header that must be equal on all ranks, then the work of its group.
+    """One rank's row of the gathered table. The order of the fields does not show that they are of three kinds:
 
-    Header: `epoch` counts the starts of the gang, `step` its steps; `digest` is that of the last plan; `calls` counts
-    the collectives of this rank so far. `rule` is a checksum of everything else that determines plans and scripts,
-    `captured` one of the keys of captured programs. Equal within a group only: `order` and `results`, checksums of the
-    last step input and of the last results read.
-    Work: the numbers of `decodes`, `prompt_rows`, `finals` (prompts that finish) and `scored` rows (prompt rows that
-    return log-probabilities); `order_words` is the packed length of the step input, `mode` its mode; `num_steps` is the
-    rank's vote for the tree depth, `requests` the number of its waiting and running requests, `decode_us` the predicted
-    time of the group's decoding alone. A nonzero `leaving` asks to end the gang.
+    - Equal on all ranks (`HEADER`): `epoch` counts the starts of the gang, `step` its steps. `digest` is that of the
+      last plan. `calls` counts the collectives of the rank so far. `rule` is a checksum of everything else that
+      determines plans and scripts, `captured` a checksum of the keys of captured programs.
+    - Equal within a group (`GROUP_HEADER`): `order` and `results`, checksums of the last step input and of the last
+      results that were read.
+    - The rank's own. `decodes`, `prompt_rows`, `finals` (prompts that finish) and `scored` (prompt rows that return
+      log-probabilities) are numbers. `order_words` is the packed length of the step input, `mode` its mode. `num_steps`
+      is a vote for the tree depth. `requests` counts waiting and running requests. `decode_us` is that of `Schedule`: a
+      predicted time, or without a pace the number of decoding requests. A nonzero `leaving` asks to end the gang. Only
+      `requests` and `leaving` of followers are used.
     """
 
     epoch: int
@@ -58,8 +60,8 @@ GROUP_HEADER = ("order", "results")
 
 
 class ProgramKey(NamedTuple):
-    """All that decides the shapes and branches of a step's program. `turn` is its buffer set: steps that may be in
-    flight together have different ones.
+    """Everything that decides the shapes and branches of a step's program. `turn` is the index of its buffer set: two
+    steps that may be in flight together have different sets.
     """
 
     num_steps: int
@@ -73,12 +75,12 @@ class StepPlan(NamedTuple):
     """The work of all ranks in one step. Entry g of each tuple belongs to attention group g.
 
     `decodes`, `prompt_rows` and `finals` are the rows that requests need; `sizes` are the rows that run, with padding.
-    `scored` counts the prompt rows that return log-probabilities. `captured`: the step may be captured, or
+    `scored` counts the prompt rows that return log-probabilities. `captured` says whether the step may be captured, or
     replayed, as the program of its `key`. `num_steps` is the tier, the minimum of the votes. `forced` nodes of each
-    tree are reserved for grammars. `mode` is the union of all groups' modes. `quiet`: no rank has requests. `leaving`:
-    the gang ends with this step.
-    `counted`: with expert-parallel experts, the ranks first exchange counts and then send each row only to the parts
-    that hold its experts; otherwise every row goes to every part.
+    tree are reserved for grammars. `mode` is the union of all groups' modes. `quiet` says that no rank has requests,
+    `leaving` that the gang ends with this step. `counted` is for expert-parallel experts. If it is True, the ranks
+    first exchange counts, then send each row only to the parts that hold its experts. Otherwise every row goes to every
+    part.
     """
 
     step: int
@@ -108,12 +110,12 @@ class StepPlan(NamedTuple):
         return zlib.crc32(repr(tuple(self)).encode())
 
     def tree(self, shapes: Sequence[TreeShape]) -> TreeShape:
-        """The tree of the step, from the `shapes` by tier. If any group has a grammar, it has room for forced nodes."""
+        """The tree of the step, from the `shapes` by tier, with room for forced nodes if any request has a grammar."""
         return shapes[self.num_steps].forcing(self.forced)
 
     @property
     def key(self) -> ProgramKey:
-        """The key of the step's program, without its turn."""
+        """The key of the step's program, with turn 0 in place of its own."""
         return ProgramKey(self.num_steps, self.forced, int(self.mode), self.sizes)
 
     def idle(self, group: int) -> Sizes:
@@ -130,10 +132,11 @@ class StepPlan(NamedTuple):
 class PlanRule:
     """The settings that determine the plan besides the facts; the same on every rank.
 
-    `waste` is the largest share of idle rows with which padding `auto` still pads: on a GPU equal parts and one program
-    for all are worth up to half, on a CPU nothing. `buckets` are the sizes of captured programs, None if nothing is
-    captured. `forced_rows` is the most rows of a group for forced nodes: more rows cost a GPU little, a CPU much.
-    `apart`: experts are expert-parallel, so a step may send them rows by counts.
+    `waste` is for padding `auto`: a step is padded if at most this share of its rows would be idle. On a GPU, equal
+    parts and one program for all groups are worth up to half of the rows; on a CPU, none. `buckets` are the sizes of
+    captured programs, None if nothing is captured. `forced_rows` is the largest number of rows of a group for forced
+    nodes: more rows cost a GPU little, a CPU much. `apart` says that experts are expert-parallel, so that
+    `StepPlan.counted` may be True.
     """
 
     attn_tp: int
@@ -176,20 +179,23 @@ class PlanRule:
     def _sizes(self, real: tuple[Sizes, ...], nodes: int, mode: SamplingMode) -> tuple[tuple[Sizes, ...], bool, bool]:
         """Return the sizes that each group runs, whether the step may be captured, and whether it is padded.
 
-        If padded, every group runs the rows of the largest one: parts of the exchange are equal, and one program fits
-        many loads. Otherwise each group runs its own rows, and the exchange sends exact counts. A step is not captured
-        if its mode is not repeatable or one group is too large.
+        - Padded, by the setting `padding` and with or without capture: every group runs the rows of the largest group.
+          Parts of the exchange are then equal, and one program fits many loads. Otherwise each group runs its own rows,
+          and the exchange sends exact counts.
+        - Captured: the sizes are those of a program. A step is not captured if there are no programs, if its mode is
+          not repeatable, if one group is too large, or if `Buckets.alike` asks for equal sizes and the groups are not
+          `alike`.
         """
         largest, rows = most(real), [own.rows(nodes) for own in real]
         padded, all_rows = self.padding == "padded", len(real) * largest.rows(nodes)
         if self.padding == "auto":  # idle rows / all rows <= waste
             padded = all_rows - sum(rows) <= self.waste * all_rows
-        alike = padded or len(real) == 1
+        alike = padded or len(real) == 1  # whether all groups run the same sizes; `Buckets.alike` requires it
         if self.buckets is not None and mode.repeatable and (alike or not self.buckets.alike):
             fit = self.buckets.fitted
             fitted = [fit(real)] * len(real) if padded else [fit((own,)) for own in real]
             within = tuple(own for own in fitted if own is not None and self.buckets.hold(own, nodes))
-            if len(within) == len(real):  # every group fits; one that does not makes the step run eagerly on all
+            if len(within) == len(real):  # if one group does not fit, the step runs eagerly on all ranks
                 return within, True, padded
         if padded:
             return tuple(largest._replace(finals=own.finals) for own in real), False, True
@@ -200,8 +206,8 @@ class ScriptCall(NamedTuple):
     """One entry of a step's script: an exchange method, and the number of rows of each group that enter it.
 
     Rows are `width` wide; `head` turns them into `columns` logits on each rank. If the head is sharded over the world,
-    each rank then has the rows of all groups. For `counts`, `width` is the number of parts of the experts and `columns`
-    the number of experts that each row takes.
+    each rank computes logits for the rows of all groups. For `counts`, `width` is the number of parts of the experts
+    and `columns` the number of experts that each row takes.
     """
 
     phase: str
@@ -218,10 +224,11 @@ class ExpertParallel(NamedTuple):
     active: int
 
     def calls(self, phase: str, rows: tuple[int, ...], width: int, counted: bool) -> list[ScriptCall]:
-        """The calls that bring rows to the experts and back.
+        """Return the calls that bring rows to the experts and back.
 
-        A row goes to a part once, however many of its experts that part holds, with the weights and ids of all its
-        experts. At most it goes to every part once. That is what `gather` does, and it needs no exchange of counts.
+        Without `counted`, every row goes to every part, which is what `gather` does; no exchange of counts is needed.
+        With `counted`, a row goes once to each part that holds at least one of its experts, with the weights and ids of
+        all its experts.
         """
         if not counted:
             return [ScriptCall(phase, "gather", rows, width), ScriptCall(phase, "scatter", rows, width)]
@@ -234,11 +241,11 @@ class ExpertParallel(NamedTuple):
 
 
 class Ops(NamedTuple):
-    """The exchange methods that one forward of a model calls (`forward`), in order, and those of its head (`head`).
+    """The exchange methods that one forward of a model calls (`forward`) and that its head calls (`head`), in order.
 
     `width` is the model's hidden size, `columns` the number of logits per row of a rank's shard of the head. A
     multi-layer draft has `runners` models: at level l runner l runs the rows of levels 1 to l; at extend all of them
-    run. `sharded` gives the calls after a sharded head, `apart` those that replace the placeholder `EXPERTS`.
+    run. `sharded` gives the calls after a sharded head, `apart` the calls that replace the placeholder `EXPERTS`.
     """
 
     forward: tuple[str, ...] = ()
@@ -253,8 +260,8 @@ class Ops(NamedTuple):
 def script(
     plan: StepPlan, shape: TreeShape, target: Ops, draft: Ops | None, followed: bool = False
 ) -> list[ScriptCall]:
-    """Return all calls of the exchange in a step of this plan, in order. `draft` is None in plain decoding. `followed`:
-    groups have followers, so each leader first shares its step input.
+    """Return all calls of the exchange in a step of this plan, in order. `draft` is None in plain decoding. If
+    `followed`, groups have followers, and each leader first shares its step input.
 
     `Exchange` compares each call with this script and raises before a wrong call can reach the peers.
     """
@@ -271,6 +278,7 @@ def script(
             else:
                 calls.append(ScriptCall(phase, op, rows, ops.width))
 
+    # Score `rows` and choose tokens; with a sharded head, each shard sends `told` numbers per row.
     def choice(phase: str, ops: Ops, rows: tuple[int, ...], told: int) -> None:
         calls.extend(ScriptCall(phase, op, rows, ops.width, ops.columns) for op in ops.head)
         if ops.sharded is not None:

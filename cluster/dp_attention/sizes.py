@@ -1,7 +1,8 @@
-"""The numbers of rows that a group runs in a step: exactly those of its requests, or the sizes of a captured program.
+"""The numbers of rows that a group runs in a step: exactly the rows of its requests, or the sizes of a captured
+program.
 
 Each program has fixed sizes. A GPU, where a capture is expensive, pads to few sizes. A CPU, where each padded row costs
-time, runs exact sizes and captures those that recur.
+time, runs exact sizes and captures the sizes that recur.
 """
 
 from bisect import bisect_left
@@ -16,7 +17,9 @@ time that it saves does not."""
 
 
 class Sizes(NamedTuple):
-    """The rows of one group in a step: R decoding requests, c prompt rows, F finishing prompts, idle ones included."""
+    """The rows of one group in a step: R decoding requests, c prompt rows, F finishing prompts. After padding, idle
+    ones are counted too.
+    """
 
     decodes: int
     prompt_rows: int
@@ -34,10 +37,11 @@ def most(groups: Sequence[Sizes]) -> Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """The sizes of captured programs, ascending; empty: programs have exactly the sizes that occur.
+    """The sizes of captured programs, ascending. If `sizes` is empty, programs have exactly the sizes that occur.
 
-    A captured step has at most `rows` target rows, and prompt rows only if `prompts`. If `alike`, all groups must run
-    the same sizes in it: a graph cannot hold the all-to-all that exchanges parts of different sizes.
+    A captured step has at most `rows` target rows. It has prompt rows only if `prompts` is True. If `alike` is True,
+    all groups must run the same sizes in a captured step: a graph cannot hold an all-to-all that exchanges parts of
+    different sizes.
     """
 
     sizes: tuple[int, ...] = ()
@@ -46,13 +50,15 @@ class Buckets:
     alike: bool = False
 
     def hold(self, own: Sizes, nodes: int) -> bool:
-        """Whether a captured program may have the sizes `own`, with trees of so many nodes."""
+        """Whether a captured program may have the sizes `own`, with trees of `nodes` nodes."""
         return own.rows(nodes) <= self.rows and (self.prompts or not own.prompt_rows)
 
     def fitted(self, groups: Sequence[Sizes]) -> Sizes | None:
-        """The smallest sizes of a program into which each of `groups` fits; None if one is too large for any program.
+        """Return the smallest sizes of a program into which each of `groups` fits, or None if a group is too large for
+        any program.
 
-        A group with fewer finishing prompts than that needs an idle prompt row, at which the idle ends point.
+        A group with fewer finishing prompts than the program needs an idle prompt row, at which its idle `final_rows`
+        point.
         """
         if not self.sizes:
             largest = most(groups)
@@ -65,7 +71,7 @@ class Buckets:
         return None if rows is None else Sizes(decodes, rows, finals)
 
     def _least(self, count: int) -> int | None:
-        """The smallest size of at least `count`; 0 for 0, None if `count` is too large."""
+        """Return the smallest size that is at least `count`, but 0 for 0; None if `count` is larger than every size."""
         if count == 0 or count > self.sizes[-1]:
             return None if count else 0
         return self.sizes[bisect_left(self.sizes, count)]
@@ -76,7 +82,9 @@ class Buckets:
 
 
 def _with_ends(groups: Sequence[Sizes], finals: int) -> int:
-    """The prompt rows that every group needs for `finals` ends: its own, and one idle row if it has fewer ends."""
+    """Return the most prompt rows that a group needs in a program of `finals` finishing prompts: its own rows, and one
+    idle row if it has fewer finishing prompts.
+    """
     return max(own.prompt_rows + (own.finals < finals) for own in groups)
 
 
@@ -86,8 +94,8 @@ def multiples(sizes: Sequence[int], of: int) -> tuple[int, ...]:
 
 
 def sizes_up_to(largest: int) -> tuple[int, ...]:
-    """Return 1, 2, 3, 4, 6, 8, 12, 16 and so on up to `largest`. From 2 on each is at most 1.5 times the one before, so
-    at most a third of the rows at such a size is idle.
+    """Return 1, 2, 3, 4, 6, 8, 12, 16 and so on up to `largest`. From 2 on, each size is at most 1.5 times the size
+    before. So at most a third of the rows is idle.
     """
     sizes, power = [1], 2
     while power < largest:

@@ -27,7 +27,7 @@ WORD = 8  # bytes of text per integer
 
 
 def pack(order: StepInput) -> list[int]:
-    """Return `order` as 64-bit integers: each list after its length; floats by their bits."""
+    """Return `order` as 64-bit integers: each list follows its length, and a float is given by its bits."""
     words = [int(order.mode), len(order.decodes)]
     for decode in order.decodes:
         words += decode
@@ -75,12 +75,12 @@ def unpack(words: list[int]) -> StepInput:
 
 
 def checksum(order: StepInput) -> int:
-    """Return a checksum of `order`: equal step inputs have the same one on every rank."""
+    """Return a checksum of `order`: equal step inputs have equal checksums on every rank."""
     return zlib.crc32(array("q", pack(order)))
 
 
 def shared(words: list[int], count: int, axis: Axis) -> list[int]:
-    """Broadcast the leader's `count` words; returns them on every rank of the group."""
+    """Broadcast the leader's `count` words, and return them on every rank of the group."""
     row = torch.tensor(words, dtype=torch.int64) if axis.rank == 0 else torch.empty(count, dtype=torch.int64)
     got: list[int] = axis.broadcast(row).tolist()
     return got
@@ -135,6 +135,6 @@ def _constraint(w: Iterator[int]) -> RowGrammar:
 
 
 def _chunk(w: Iterator[int]) -> PromptChunk:
-    """Read one chunk. Its tokens need no length: one per row, and the next one unless the chunk is final."""
+    """Read one chunk. The number of tokens is not packed: a chunk has one per row, and one more unless it is final."""
     row, start, stop, final, scored = next(w), next(w), next(w), bool(next(w)), next(w)
     return PromptChunk(row, start, stop, final, tuple(next(w) for _ in range(stop - start + (not final))), scored)

@@ -23,7 +23,9 @@ from cluster.sampling.parameters import SamplingTable
 
 @dataclass(frozen=True, slots=True)
 class ProgramInputs:
-    """The inputs of a step's program: numbers on the device, values that decide its shapes, its buffer set (`turn`)."""
+    """The inputs of a step's program: numbers on the device (`sent`), the index of its buffer set (`turn`), and values
+    that decide its shapes.
+    """
 
     sent: Sent
     decodes: int
@@ -46,7 +48,8 @@ class Assembler:
         turns: int = 1,
     ) -> None:
         """`shape` is that of the largest trees. `slots` is all memory that is indexed by slots, for copies of pages.
-        `runners` get the host's bounds before each step; they have `turns` buffer sets, one for each step in flight.
+        `runners` get the host's bounds before each step. They have `turns` buffer sets, one for each step that may be
+        in flight.
         """
         self.turns = turns
         self._turn = 0
@@ -64,8 +67,8 @@ class Assembler:
         return self._table.idle_row
 
     def send(self, order: StepInput, forced: int) -> ProgramInputs:
-        """Send the numbers of a step to the device, and apply its changes to tables and pools there. Its trees hold up
-        to `forced` nodes that grammars force.
+        """Send the numbers of a step to the device, and apply its changes to tables and pools there. The trees of the
+        step hold up to `forced` nodes that grammars force.
         """
         staging = Staging(self._device)
         if order.adjustings or SamplingMode.ADJUSTED in order.mode:
@@ -76,7 +79,7 @@ class Assembler:
             _stage_prompt(order, staging, self.idle_row)
         if SamplingMode.PROMPT_LOGPROBS in order.mode:
             staging.add("scored", _scored(order.chunks))
-        inputs = len(staging)  # the lists so far are the program's inputs; those below are applied here
+        inputs = len(staging)  # the lists so far are the program's inputs; the lists below are applied here
         changes = bool(order.lens or order.copies or order.writes or order.samplings)
         if changes:
             staging.add("set", (row for row, _ in order.lens))
@@ -91,7 +94,7 @@ class Assembler:
             self._change(order, rest.lists())
         longest = max((decode.most for decode in order.decodes), default=0)
         chunks = tuple((chunk.start, chunk.stop) for chunk in order.chunks)
-        self._turn = (self._turn + 1) % self.turns  # the step in flight may still use the other buffer set
+        self._turn = (self._turn + 1) % self.turns  # a step in flight may still use the last buffer set
         bounds = HostBounds(longest, chunks, forced, tuple(decode.least for decode in order.decodes), self._turn)
         positions = max((longest, *(stop for _, stop in chunks))) + self._beyond
         for runner in self._runners:
@@ -112,7 +115,7 @@ class Assembler:
                 memory.move_kv_cache(*changes["copies"].view(2, -1))
 
     def batch(self, inputs: ProgramInputs) -> Batch:
-        """Build the batch of a step; a captured program begins here. Only operators of torch, no value is read back."""
+        """Build the batch of a step. A captured program begins here: only torch operators run, no value is read."""
         sent = inputs.sent.lists()
         rows = sent["rows"]
         decode_rows = rows[: inputs.decodes]
@@ -143,10 +146,10 @@ class Assembler:
 
 
 def positions_beyond(shape: TreeShape) -> int:
-    """How far beyond the longest request, as the host knows it, rows of a step can have positions.
+    """Return how many positions the rows of a step may lie beyond the longest committed length that the host knows.
 
-    A tree lies behind the last token, and a step may begin before the host has read how many tokens the step before it
-    accepted. So the depth of a tree counts twice.
+    The tree comes after the last token, and the host may not have read yet how many tokens the step before accepted. So
+    the depth of a tree counts twice.
     """
     return 2 * shape.forcing().num_steps + 3
 
@@ -170,7 +173,7 @@ def _stage_prompt(order: StepInput, staging: Staging, idle_row: int) -> None:
         tokens += chunk.tokens[: _length(chunk)]
         indptr.append(len(tokens))
         after += chunk.tokens[1:]
-        if chunk.final:  # no token after the last one yet: extend puts in the one that the target chooses
+        if chunk.final:  # the next token is not known: extend inserts the one that the target chooses
             after.append(0)
             final_rows.append(len(tokens) - 1)
     staging.add("tokens", tokens)
@@ -186,7 +189,7 @@ def _stage_prompt(order: StepInput, staging: Staging, idle_row: int) -> None:
 
 
 def _scored(chunks: Iterable[PromptChunk]) -> Iterator[int]:
-    """The indices of the rows that return log-probabilities, among all prompt rows: the first ones of each chunk."""
+    """The indices, among prompt rows, of rows that return log-probabilities: the first `scored` of each chunk."""
     start = 0
     for chunk in chunks:
         yield from range(start, start + chunk.scored)

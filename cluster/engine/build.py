@@ -18,6 +18,7 @@ from cluster.distributed.watchdog import DeviceWatchdog
 from cluster.dp_attention.coordinator import Coordinator
 from cluster.dp_attention.plan import PlanRule
 from cluster.engine.assembler import Assembler, positions_beyond
+from cluster.engine.backends import TreeBackend, bitmask_of, sampler_of, tree_backend_of
 from cluster.engine.calibrate import measure_pace
 from cluster.engine.captures import Captures, capture_decoding, captures_of
 from cluster.engine.draft_sample import check_sample
@@ -38,14 +39,11 @@ from cluster.kv.pool import SlotMemory
 from cluster.models.runner import DraftRunner, TargetRunner
 from cluster.observability.metrics import EngineMetrics
 from cluster.observability.step_times import StepTimes
-from cluster.sampling.backends import sampler_of
 from cluster.sampling.grammars import GrammarTable
 from cluster.sampling.logits_processor import LogitsTables
 from cluster.sampling.parameters import SamplingTable
 from cluster.sampling.penalties import PenaltyTable
-from cluster.sampling.token_bitmask import bitmask_of
 from cluster.sampling.torch_sampler import Sampler
-from cluster.spec.backends import TreeBackend, tree_backend_of
 from cluster.spec.draft import Draft, EagleDraft, NoDraft
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.multilayer import MultiLayerDraft
@@ -57,13 +55,13 @@ from cluster.tokenizer.tokenizer import TextTokenizer
 logger = logging.getLogger(__name__)
 
 GPU_WASTE = 0.5  # largest share of idle rows with which a GPU pads instead of sending exact counts
-GPU_FORCED_ROWS, CPU_FORCED_ROWS = 256, 4  # rows per step for forced nodes of grammars: as many as cost almost nothing
+GPU_FORCED_ROWS, CPU_FORCED_ROWS = 256, 4  # rows per step for forced nodes of grammars; they cost almost nothing
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
     """The parts from which an engine is assembled. `context_length` is the most tokens of one request. On a device with
-    memory of its own (`device_memory`), `weights` are the bytes of the models.
+    memory of its own (`device_memory` is not None), `weights` are the bytes of the models.
     """
 
     mesh: Mesh
@@ -112,8 +110,9 @@ def build_engine(config: EngineConfig) -> Engine:
 
 
 def prepare_alone(config: EngineConfig, memory: DeviceMemory | None = None) -> EnginePlan:
-    """Load the models and allocate the memory of a gang of one rank; `engine_of` completes it, with any draft. `memory`
-    replaces the memory that the device reports. Models named on a hub are downloaded after the settings were checked.
+    """Load the models and allocate the memory of a gang of one rank; `engine_of` makes the engine, with any draft.
+    `memory` replaces the memory that the device reports. Models named on a hub are downloaded after the settings were
+    checked.
 
     Raises:
         ConfigError: as `build_engine`.
@@ -191,8 +190,8 @@ def allocated(
     memory: DeviceMemory | None,
     weights: int,
 ) -> RankMemory:
-    """Allocate the memory of a rank beside its models, which take `weights` bytes. On a device with memory of its own,
-    KV caches get what weights and the largest steps leave; the steps are measured.
+    """Allocate the memory of a rank besides its models, which take `weights` bytes. On a device with memory of its own,
+    KV caches get the memory that weights and the largest steps leave; the steps are measured.
 
     Raises:
         ConfigError: something does not fit; the message says what to lower.
@@ -210,7 +209,8 @@ def allocated(
 
 
 def assemble(prepared: EnginePlan, draft: Draft) -> Rank:
-    """Return the engine of one rank on its mesh: an `Engine` if it leads its attention group, else a `Follower`.
+    """Return the engine of one rank on its mesh: an `Engine` if the rank leads its attention group, otherwise a
+    `Follower`.
 
     Raises:
         ConfigError: the draft does not reproduce the sample in its folder.
@@ -272,7 +272,7 @@ def _lockstep(prepared: EnginePlan, draft: Draft, captures: Captures | None) -> 
     table, target = memory.cache.table, prepared.resolved.target
     vocab, turns = target.vocab_size, 1 if models.kernels.flashinfer is None else 2
     matchers = LateMatchers(config.tokenizer_path or config.model_path, vocab, target.eos_token_ids)
-    grammars = GrammarTable(vocab, matchers, bitmask_of(models.kernels.library))
+    grammars = GrammarTable(vocab, matchers, bitmask_of(models.kernels))
     adjusting = LogitsTables(PenaltyTable(rows, vocab, dtype, device), grammars)
     gpu, forced_rows = device.type == "cuda", config.speculative_forced_rows
     forced_rows = (GPU_FORCED_ROWS if gpu else CPU_FORCED_ROWS) if forced_rows is None else forced_rows
@@ -317,7 +317,7 @@ def _check_sample(prepared: EnginePlan, lockstep: Lockstep) -> None:
 
 
 def _pace(prepared: EnginePlan, lockstep: Lockstep) -> StepTimes | None:
-    """Return the measured pace; None if `mixed_prefill_size` replaces it."""
+    """Return the measured pace (`StepTimes`); None if `mixed_prefill_size` is set."""
     config = prepared.resolved.config
     if config.mixed_prefill_size is not None:
         return None

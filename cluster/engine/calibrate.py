@@ -1,7 +1,8 @@
-"""Measures how long steps of this gang take: runs a few steps with made-up rows, once, before the first request.
+"""Measures the pace of this gang, the `StepTimes` that predict its step times: runs a few steps with made-up rows,
+once, before the first request.
 
-All ranks run the real step. A time is that of the slowest rank and the best of a few rounds, so that a machine that is
-busy for a moment does not distort the pace for good.
+All ranks run the real step. The time of a step is that of the slowest rank, and the shortest of a few rounds: a machine
+that is busy for a moment must not distort the pace for good.
 """
 
 import time
@@ -21,10 +22,10 @@ ROUNDS, ENOUGH_S = 6, 3.0  # most rounds, and the seconds after which no further
 STRIDE = 7919  # between the token ids of neighbouring rows, so that not all rows choose the same experts
 ROWS = 16  # the first point of the curve of prompt rows
 MORE_DECODES, MORE_ROWS = 4, 2  # factors from one point of a curve to the next
-STEEP = 2.0  # a curve ends at so many times the time of its first step; beyond that it is extrapolated
+STEEP = 2.0  # a curve ends at this multiple of the time of its first step, and is extrapolated from there
 LONG = 2048  # prefix length for measuring attention, of decoding requests and of many prompt rows
-DEEP = 8192  # prefix length for measuring a single row that reads it: no processor caches so much
-SHALLOW = 128  # shorter prefixes are not measured: what they add is below the noise of the clock
+DEEP = 8192  # prefix length for measuring a single row: no processor caches this much
+SHALLOW = 128  # shorter prefixes are not measured: the time they add is below the noise of the clock
 
 
 class TrialLoad(NamedTuple):
@@ -60,7 +61,7 @@ def measure_pace(lockstep: Lockstep, cache: KVCache, config: EngineConfig, conte
         lease = cache.open(tokens, length + shape.window)
         assert lease is not None, "an empty cache holds a request"
         trial.begin(cache, lease)
-    trial.run(TrialLoad(1, rows=1))  # warm-up: some things are initialised on first use
+    trial.run(TrialLoad(1, rows=1))  # warm-up: the first step initialises libraries and buffers
     given = (limits, config.prefill_share, shape.num_draft_tokens, lockstep.mesh.attn_dp)
     pace = fit(trial.time, *given)
     for _ in range(ROUNDS - 1):
@@ -75,8 +76,8 @@ def measure_pace(lockstep: Lockstep, cache: KVCache, config: EngineConfig, conte
 
 @dataclass(slots=True)
 class _Trial:
-    """Runs steps with made-up rows and keeps the best time of each. In each group all rows belong to one request, which
-    appears in a step as often as needed.
+    """Runs steps with made-up rows and keeps the best time of each. In each group all rows belong to one request. It
+    appears several times in a step with several decoding requests.
     """
 
     lockstep: Lockstep
@@ -166,6 +167,6 @@ def fit(time: Callable[[TrialLoad], float], limits: StepLimits, share: float, tr
 
 
 def _rising(points: Sequence[tuple[int, float]]) -> Curve:
-    """Return the points, each raised to the one before if it is lower: less work never takes longer."""
+    """Return the points with each time raised to the time before if it is lower: less work never takes longer."""
     times = accumulate((us for _, us in points), max)
     return tuple((at, us) for (at, _), us in zip(points, times, strict=True))

@@ -37,21 +37,21 @@ UNEVEN = "with dp_padding exact groups exchange parts of different sizes, which 
 
 @dataclass(frozen=True, slots=True)
 class Captures:
-    """How steps are captured: `capture` captures one, `buckets` are the sizes of programs."""
+    """How steps are captured: `capture` captures one step, `buckets` are the sizes of programs."""
 
     capture: Capture
     buckets: Buckets
 
 
 def captures_of(config: EngineConfig, device: torch.device, models: RankModels, mesh: Mesh) -> Captures | None:
-    """Return how steps are captured; None if they are not. On a GPU the log says why, unless capture is off.
+    """Return how steps are captured, or None if no step is. On a GPU the log then says why, unless capture is off.
 
     By default steps without prompts are captured, because they recur. On a GPU this needs Triton's kernels, whose
     launches do not depend on lengths. On a CPU it needs the kernels in C, which replay faster than torch runs eagerly;
     rows are limited so that all tapes stay within `AUTO_BYTES`. With FlashInfer only `capture: on` captures.
 
     Raises:
-        ConfigError: capture is on, but cannot be had with these kernels and settings; or sizes do not suit the ranks.
+        ConfigError: capture is on, but these kernels and settings cannot capture; or sizes do not suit the ranks.
     """
     if device.type == "cuda":
         return _graphs(config, models, mesh)
@@ -67,7 +67,7 @@ def captures_of(config: EngineConfig, device: torch.device, models: RankModels, 
 
 
 def _graphs(config: EngineConfig, models: RankModels, mesh: Mesh) -> Captures | None:
-    """`captures_of` on a GPU. A reason `why` not to capture is an error with capture on, else a line in the log."""
+    """`captures_of` on a GPU. A reason `why` not to capture is an error if capture is on, otherwise a log line."""
     if config.capture == "off":
         return None
     kernels, why, remedy = models.kernels, "", "attention_backend to triton"
@@ -95,8 +95,9 @@ def _graphs(config: EngineConfig, models: RankModels, mesh: Mesh) -> Captures | 
 
 
 def row_bytes(models: RankModels) -> int:
-    """Estimate the bytes of all tapes' buffers per target row; the same on every rank. It counts the activations of the
-    largest layer (layers reuse the memory) and logits twice; then double, as tapes of few rows have own buffers.
+    """Estimate the bytes of all tapes' buffers per target row; the same on every rank. The estimate is the activations
+    of the largest layer (layers reuse the memory) and two sets of logits, doubled because tapes of few rows have
+    buffers of their own.
     """
     arch = models.resolved.target
     layer = max(8 * one.hidden + 3 * one.mlp_columns + 2 * one.heads * one.head_dim for one in arch.layers)
@@ -104,13 +105,14 @@ def row_bytes(models: RankModels) -> int:
 
 
 def buckets_of(config: EngineConfig, device: torch.device, mesh: Mesh) -> Buckets:
-    """Return the sizes of programs: those set, else few sizes on a GPU (which pads) and exact ones on a CPU.
+    """Return the sizes of programs: `capture_sizes` if set. Otherwise a GPU has few sizes, as it pads, and a CPU exact
+    sizes.
 
     With several groups on GPUs, the ranks of a group must carry equal shares of its rows in a captured step, so sizes
     are multiples of the number of ranks in a group.
 
     Raises:
-        ConfigError: `capture_sizes` has a size that is no such multiple.
+        ConfigError: `capture_sizes` has a size that is not such a multiple.
     """
     if device.type != "cuda":
         return Buckets() if config.capture_sizes is None else Buckets(config.capture_sizes)
@@ -136,7 +138,7 @@ class Decoding:
 
 def decoding_steps(config: EngineConfig, deepest: TreeShape, buckets: Buckets) -> Iterator[Decoding]:
     """Yield one step for each program that decoding can need if all groups have the same load, for the common `MODES`.
-    The largest come first, so that on a GPU the smaller ones fit into their memory.
+    The largest steps come first, so that on a GPU the programs of smaller steps fit into their memory.
     """
     for span in reversed(buckets.spans()):
         if Sizes(span.stop - 1, 0, 0).rows(deepest.num_draft_tokens) > MOST_ROWS:

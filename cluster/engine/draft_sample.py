@@ -24,7 +24,7 @@ shifts the demo draft's hidden state by 5e-7 in float32, 0.001 in float16 and 0.
 shifts it by 0.09, aux layers off by one by 0.21 and 0.26, other misreadings by 0.9 and more."""
 FP8_CACHE = 0.05
 """The tolerance with KV caches in FP8, in any dtype; the demo draft's hidden state shifts by 0.02."""
-HALF = 0.01  # larger tolerances are those of half precision: there a near-tied token may become the most likely one
+HALF = 0.01  # a larger tolerance means half precision, where a near-tied token may become the most likely one
 
 
 def take_sample(tokens: tuple[int, ...], lockstep: Lockstep, cache: KVCache) -> EagleDraftInput | None:

@@ -1,11 +1,11 @@
-"""Detects a draft that the target hardly ever accepts. It only costs time, and nothing else shows that it is wrong."""
+"""Detects a draft that the target hardly ever accepts. Such a draft only costs time, and has no other symptom."""
 
 import logging
 
 logger = logging.getLogger(__name__)
 
 TREES = 200  # verified trees after which a draft is judged
-LEAST = 0.05  # lowest share of trees with an accepted token: a working draft has several times that, chance less
+LEAST = 0.05  # least share of trees with an accepted token: a working draft has several times it, chance less
 REASONS = (
     "the draft was trained for another target, another tokenizer or another kind of text; its vocabulary map (d2t) is "
     "wrong; or its config is misread: which layers of the target it reads (aux_numbering), or another of "

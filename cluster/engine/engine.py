@@ -59,7 +59,7 @@ class EngineParts:
 
 
 class Engine(Rank):
-    """The engine of a rank that takes requests: the leader, and often the only rank, of its attention group."""
+    """The engine of a rank that takes requests: the leader of an attention group, which may have no other rank."""
 
     def __init__(self, parts: EngineParts) -> None:
         super().__init__(parts.lockstep, parts.metrics, parts.info)
@@ -67,9 +67,10 @@ class Engine(Rank):
         self._p = parts
         self._sequences: dict[str, RequestState] = {}
         self._seeds = Seeds(parts.config.random_seed)
-        self._over: list[SequenceOutput] = []  # of requests that ended when they were submitted
+        self._over: list[SequenceOutput] = []  # outputs of requests that ended at once in `submit`
         self._trees = self._tree_tokens = self._anew = 0
-        self._busiest = self._prefilling = self._submitted = 0  # the first two: of other groups, by the last plan
+        # By the last plan: the largest `decode_us` of other groups, and how many other groups ran prompt rows.
+        self._busiest = self._prefilling = self._submitted = 0
         draft = parts.info.draft
         self._draft_watch = DraftWatch(parts.info.rank, () if draft is None else draft.doubts)
 
@@ -82,7 +83,7 @@ class Engine(Rank):
         """Raise if a request could never be served.
 
         Raises:
-            ValueError: names the field and the limit.
+            ValueError: the message names the field and the limit.
         """
         p, params = self._p, request.params
         prompt = len(request.prompt_token_ids) - request.resumed_tokens
@@ -142,8 +143,8 @@ class Engine(Rank):
             sequence.times.finish(self.metrics, "abort")
 
     def step(self) -> StepResult:
-        """Begin the next step of the gang (schedule, agree, draft -> target -> extend). Then commit the step whose
-        results are due: this one, or with overlap the one before it.
+        """Begin the next step of the gang: schedule, agree, draft -> target -> extend. Then commit the step whose
+        results are due: this step, or on a GPU with `overlap` the step before it.
 
         Raises:
             GangError: a peer is gone, or ranks are out of step.
@@ -151,7 +152,7 @@ class Engine(Rank):
         p, began = self._p, time.perf_counter()
         # What other groups decode is known from the last plan only: agreement comes after scheduling.
         schedule = p.scheduler.schedule(self._busiest, self._prefilling)
-        if schedule.admitted:  # reported before the step runs, so that the replica can suspect them if it crashes
+        if schedule.admitted:  # before the step runs: if it crashes, the replica suspects these requests
             self._begun(tuple(sequence.request.request_id for sequence in schedule.admitted))
         order = schedule.order(p.cache.table.unsent)
         scheduled = time.perf_counter()
@@ -163,7 +164,7 @@ class Engine(Rank):
         own_group = p.lockstep.mesh.dp_rank
         self._busiest = max((us for g, us in enumerate(ran.plan.decode_us) if g != own_group), default=0)
         self._prefilling = sum(rows > 0 for g, rows in enumerate(ran.plan.prompt_rows) if g != own_group)
-        if ran.output is not None:  # otherwise nothing reached the device: keep the changes for the next step
+        if ran.output is not None:  # otherwise nothing ran: the page table's changes stay unsent
             p.cache.table.sent()
             schedule.begin(ran.shape)
         seconds = {"schedule": scheduled - began, "agree": ran.agreed}
@@ -177,12 +178,12 @@ class Engine(Rank):
         return StepResult(tuple(outputs), stats)
 
     def _landed(self, landed: ReadStep, outputs: list[SequenceOutput]) -> StepResult:
-        """Commit a step whose results were read. `outputs` are returned before those of the step."""
+        """Commit a step whose results were read. Return `outputs`, followed by the outputs of this step."""
         schedule, ran = landed.flight.schedule, landed.flight.ran
         began = time.perf_counter()
         committed, trees = self._commit(schedule, landed.given, ran.shape)
         seconds = landed.flight.seconds | landed.given.seconds | {"commit": time.perf_counter() - began}
-        # The time of the step as the pace predicts it: with its commit, without its scheduling.
+        # The pace (`StepTimes`) predicts the time of a step with its commit, but without its scheduling.
         took_us = 1e6 * (landed.took + seconds["commit"] - seconds["schedule"])
         self._p.scheduler.learn(schedule, max(ran.plan.decode_us), max(ran.plan.prompt_rows), took_us)
         outputs = outputs + committed
@@ -225,7 +226,19 @@ class Engine(Rank):
     def _commit(
         self, schedule: Schedule, given: StepDecisions, shape: TreeShape
     ) -> tuple[list[SequenceOutput], list[tuple[int, int]]]:
-        """Commit the results of a step; returns its outputs, and (accept length, nodes) of each verified tree."""
+        """Commit the results of a step. Return its outputs, and for each verified tree the number of tokens that it
+        gave and the number of its nodes, the root not counted.
+
+        The order of `schedule.chunks` is the order by length in which `Schedule.order` sorted them. Idle entries are
+        padding.
+
+            list of `given`                          entries, in order
+            tokens, accept_len, finite, nodes, trees schedule.decodes, idle requests
+            sound                                    idle prompt rows, the rows of each chunk
+            first                                    final chunks, idle entries
+            scores                                   the first `scored` rows of each chunk
+            logprobs                                 S + 1 rows per entry of `tokens`, one row per entry of `first`
+        """
         width, nodes = shape.num_steps + 1, shape.num_draft_tokens - 1
         outputs: list[SequenceOutput] = []
         trees: list[tuple[int, int]] = []
@@ -233,7 +246,7 @@ class Engine(Rank):
             if sequence.lease is not lease:  # ended, aborted or retracted since the step began
                 continue
             count = given.accept_len[i]
-            sound = min(count, given.finite[i])  # tokens after non-finite logits are not given out
+            sound = min(count, given.finite[i])  # the tokens with finite logits; tokens after them are not returned
             sequence.accepted_run(count, shape)  # the device committed all `count`, sound or not
             output = self._extend(sequence, given.tokens[i][:sound], given, i * width)
             if nodes and output.token_ids:
@@ -247,34 +260,34 @@ class Engine(Rank):
                 tree = given.trees.read(i, given.tokens[i][:sound], shape.drafted.num_draft_tokens)
                 output = replace(output, tree=tree)
             outputs += self._settled(sequence, output, self._fault(sequence, lease, sound == count))
-        # Results of prompts are packed over all chunks: one entry of `first` per final chunk, one score per scored row.
         finals = scored = 0
         for chunk, whole in zip(schedule.chunks, self._sound_chunks(schedule, given), strict=True):
             sequence, run = chunk.sequence, []
             first, finals = finals, finals + chunk.final
             row, scored = scored, scored + chunk.scored
-            if sequence.lease is not chunk.lease:  # as above; its entries are skipped
+            if sequence.lease is not chunk.lease:  # ended, aborted or retracted; skip the entries of this chunk
                 continue
             sequence.prefilled(chunk.stop, chunk.final)
             whole = whole and _score(chunk, given, row)
             if chunk.final:
                 run = [given.first[first]] if whole else []
             if chunk.final or not whole:
-                # Log-probabilities: S + 1 rows per decoding request (idle ones too), then one per final chunk.
                 output = self._extend(sequence, run, given, len(given.tokens) * width + first)
                 outputs += self._settled(sequence, output, self._fault(sequence, chunk.lease, whole))
         return outputs, trees
 
     @staticmethod
     def _sound_chunks(schedule: Schedule, given: StepDecisions) -> list[bool]:
-        """For each chunk, whether all of its rows are finite. Rows of idle chunks come first and are skipped."""
+        """Return for each chunk whether all its rows are finite. The rows of idle chunks come first and are skipped."""
         rows = given.sound
         idle = len(rows) - schedule.prompt_rows
         ends = list(accumulate((chunk.stop - chunk.start for chunk in schedule.chunks), initial=idle))
         return [all(rows[start:end]) for start, end in pairwise(ends)]
 
     def _extend(self, sequence: RequestState, run: list[int], given: StepDecisions, row: int) -> SequenceOutput:
-        """Append the tokens `run` to a request, cut where it ends; `row` is their first row of log-probabilities."""
+        """Append the tokens `run` to a request, up to the token that ends it, and return its output. Row `row` of
+        `given.logprobs` is that of the first token.
+        """
         cut = sequence.finish.cut(run, sequence.room)
         kept = run[: cut.kept]
         sequence.extend(kept)
@@ -295,7 +308,9 @@ class Engine(Rank):
         )
 
     def _fault(self, sequence: RequestState, lease: Lease, sound: bool) -> tuple[ErrorCode, str] | None:
-        """Return the error code and message if a request cannot go on, else None. `sound`: its numbers are finite."""
+        """Return the error code and message if a request cannot go on, or None. `sound` says whether all its numbers in
+        this step are finite; if its grammar failed, they are NaN.
+        """
         constrained = sequence.request.params.grammar is not None
         if not sound:
             return "nonfinite_logits", NOT_MATCHED if constrained else NOT_FINITE
@@ -304,8 +319,8 @@ class Engine(Rank):
     def _settled(
         self, sequence: RequestState, output: SequenceOutput, fault: tuple[ErrorCode, str] | None
     ) -> list[SequenceOutput]:
-        """Return the outputs of one request in a step. If the request ends, by this output or by a `fault`, it is
-        released, and its last output has the speculation counts and the error.
+        """Return the outputs of one request in a step. If the request ends, by `output` or by a `fault`, release the
+        request; its last output then has the speculation counts and the error.
         """
         if output.finish_reason is None and fault is None:
             return [output]
@@ -357,7 +372,7 @@ class Engine(Rank):
 
 
 def _score(chunk: Chunk, given: StepDecisions, row: int) -> bool:
-    """Store the prompt log-probabilities of a chunk, which begin at row `row`; returns whether all are finite."""
+    """Store a chunk's prompt log-probabilities, from row `row` of `given.scores` on; return whether all are finite."""
     sequence, wanted = chunk.sequence, chunk.sequence.request.params.prompt_logprobs
     if not chunk.scored or wanted is None or given.scores is None:
         return True
@@ -372,7 +387,7 @@ def _score(chunk: Chunk, given: StepDecisions, row: int) -> bool:
 def _logprobs(
     found: Logprobs | None, row: int, tokens: list[int], top: int, ranks: list[int] | None = None
 ) -> Iterable[TokenLogprob]:
-    """Yield the log-probabilities of `tokens`, which are in the rows from `row` on, each with its `top` best."""
+    """Yield the log-probabilities of `tokens`, from row `row` of `found` on, each with the `top` likeliest."""
     assert found is not None, "they were asked for"
     lines = slice(row, row + len(tokens))
     all_ids, all_values = found.ids[lines, :top].tolist(), found.values[lines, :top].tolist()

@@ -8,7 +8,7 @@ from cluster.tokenizer.tokenizer import IncrementalDetokenizer, StopFinder, Text
 
 
 class Cut(NamedTuple):
-    """How many tokens of a run are kept, and why the request ends after them (None: it goes on)."""
+    """How many tokens of a run are kept, and why the request ends after them. It goes on if `reason` is None."""
 
     kept: int
     reason: FinishReason | None = None
@@ -16,7 +16,7 @@ class Cut(NamedTuple):
 
 
 class FinishCheck:
-    """Finds the end of one request in its generated tokens. They come in runs: a run is the tokens of one step."""
+    """Finds the end of one request in its generated tokens. A run is the tokens of one step."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class FinishCheck:
         prompt_token_ids: Sequence[int],
     ) -> None:
         """`prompt_token_ids` are the tokens before the first generated one; stop strings match only after them. End
-        tokens from `vocab_size` on, which a config or a client may name, are dropped: they are never generated.
+        tokens of `vocab_size` or more, which a config or a client may name, are dropped: they are never generated.
         """
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
         self.ends = {token for token in ends if 0 <= token < vocab_size}

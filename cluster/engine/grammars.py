@@ -10,7 +10,7 @@ from cluster.tokenizer.tokenizer import TextTokenizer
 
 
 class LateMatchers:
-    """Makes matchers. Loads the tokenizer at the first grammar or at `prepare`, because that takes seconds."""
+    """Makes matchers. Loads the tokenizer only at the first grammar or at `prepare`, because loading takes seconds."""
 
     def __init__(self, tokenizer_path: str, vocab_size: int, ends: tuple[int, ...]) -> None:
         """`tokenizer_path` is the folder of the tokenizer; `ends` are the tokens that end a text (EOS)."""
@@ -18,14 +18,14 @@ class LateMatchers:
         self._lock = Lock()
 
     def __call__(self, grammar: str) -> Matcher:
-        """Return a new matcher of a compiled grammar, at its beginning."""
+        """Return a new matcher, at the beginning of a compiled grammar."""
         return self._matchers.matcher(grammar)
 
     def prepare(self) -> None:
         """Load what the first grammar would otherwise wait for. Any thread may call this.
 
         Raises:
-            ConfigError: the model has no tokenizer, or one over which no grammar can be matched.
+            ConfigError: the model has no tokenizer, or no grammar can be matched over its tokens.
         """
         self._matchers.prepare()
 

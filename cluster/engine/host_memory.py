@@ -1,7 +1,8 @@
 """Makes the host's allocator keep the memory that a step has freed, for the next step.
 
-The tensors of a step are freed at its end, and the next step needs as much again. By default the GNU C library returns
-free memory at the end of its heap to the system, which must then clear thousands of pages in each step of many rows.
+The tensors of a step are freed at its end, and the next step needs the same amount of memory. By default the GNU C
+library returns free memory at the end of its heap to the system, which must then clear thousands of pages in each step
+of many rows.
 """
 
 import ctypes

@@ -1,6 +1,6 @@
 """The part of a step that is the same on leaders and followers: agree on a plan, share the step input, pad it, run it.
 
-No branch checks whether this rank is idle: without requests it runs the same code, with no rows or with idle rows.
+No branch checks whether this rank is idle: a rank without requests runs the same code, with no rows or with idle rows.
 """
 
 import time
@@ -28,10 +28,12 @@ from cluster.spec.step import Step
 
 @dataclass(frozen=True, slots=True)
 class GangStep:
-    """A step that this rank has begun with its gang. `output` is None if no rank had rows, or if the gang ends with it.
+    """A step that this rank has begun with its gang. `output` is None if no rank had rows, or if the gang ends with
+    this step.
 
-    `shape` is the tree of the step's tier. `real` is the number of requests that decode, without idle ones. `waits` are
-    the spans in collectives, `agreed` the seconds until the plan was known. `ended` marks the step's end on the device.
+    `shape` is the tree of the step's tier. `real` is the number of decoding requests, without idle ones. `waits` are
+    the spans in collectives, `agreed` the seconds until the plan was known. `ended` is a mark of the step's end on the
+    device.
     """
 
     plan: StepPlan
@@ -47,9 +49,10 @@ class GangStep:
 class Lockstep:
     """One rank's side of the steps of its gang; `shapes` are the trees by tier.
 
-    `lag` is the number of steps whose results the host has not read yet when it begins the next one. What the host
-    decides meanwhile reaches the device with a later step input, queued behind the steps in flight. So pages are freed
-    and table rows reused at once: what a step in flight still writes there is overwritten before it is read.
+    `lag` is the number of steps in flight (results not read) when the host begins the next step. Changes that the host
+    makes meanwhile reach the device with a later step input, queued behind the steps in flight. So the host frees pages
+    and reuses table rows at once: what a step in flight still writes to them is overwritten before another step reads
+    it. `leaving` asks for the end of the gang in the next step; `left` says that the gang has ended.
     """
 
     mesh: Mesh
@@ -78,9 +81,9 @@ class Lockstep:
         self.leaving = True
 
     def run(self, order: StepInput, requests: int, num_steps: int, decode_us: int = 0) -> GangStep:
-        """Begin one step with the gang; `read` waits for its end. `order` is the work of this group (empty on a
-        follower), `requests` the number of this rank's waiting and running requests, `num_steps` its vote for the tier,
-        `decode_us` the predicted time of its decoding.
+        """Begin one step with the gang; `read` waits for the end of the step. `order` is the work of this group (empty
+        on a follower), `requests` the number of this rank's waiting and running requests, `num_steps` its vote for the
+        tier, `decode_us` that of its `Schedule`.
 
         Raises:
             OutOfStepError: ranks disagree, or this rank was about to deviate from the script.
@@ -103,7 +106,7 @@ class Lockstep:
             decode_us=decode_us,
             captured=self.programs.checksum,
         )
-        # An error that a lost peer caused is raised as its loss; code in the step waits for the device by the watchdog.
+        # `naming` raises errors that a lost peer caused as its loss; waits for the device are under the watchdog.
         with self.mesh.naming(), watched(self.watch.catch_up):
             plan = self.coordinator.agree(facts)
             if self.debug:
@@ -120,8 +123,8 @@ class Lockstep:
         return GangStep(plan, shape, output, real, self.mesh.world.clock.split(), agreed, ended)
 
     def read(self, ran: GangStep) -> StepDecisions:
-        """Wait for the results of a step that has an output. The ranks of a group must all read a step at the same
-        point of the sequence of steps, because the next header carries a checksum of the results.
+        """Wait for the results of a step that has an output. All ranks of a group must read it between the same two
+        steps, because the next header carries a checksum of the results.
 
         Raises:
             PeerLostError: a peer is gone, or its heartbeats have stopped.
@@ -136,7 +139,7 @@ class Lockstep:
         return decided
 
     def _run(self, order: StepInput, words: list[int], plan: StepPlan, shape: TreeShape) -> tuple[int, Results]:
-        """Share the step input in the group, pad it to the plan, run it; returns the number of real requests too."""
+        """Share the step input in the group, pad and run it. Return how many real requests decode, and the results."""
         mesh = self.mesh
         if mesh.attn.size > 1:
             words = self.exchange.share(words)
@@ -151,6 +154,6 @@ class Lockstep:
 
 
 def _results(output: StepDecisions, real: int) -> int:
-    """A checksum of the results of the first `real` decoding requests (the others are idle) and of prompts."""
+    """Return a checksum of the results of prompts and of the first `real` decoding requests; others are idle."""
     numbers = [number for row in output.tokens[:real] for number in row]
     return zlib.crc32(array("q", [*numbers, *output.accept_len[:real], *output.first, *output.drawn]))

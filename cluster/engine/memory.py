@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
-from cluster.attention.bind import bind_attention
 from cluster.attention.gather import Gather
 from cluster.device.timing import Spans, timer_of
 from cluster.distributed.mesh import Mesh
+from cluster.engine.backends import bind_attention
 from cluster.engine.models import RankModels
 from cluster.kv.budget import Capacity, Needs, kv_capacity, page_count
 from cluster.kv.cache import KVCache
@@ -29,8 +29,8 @@ class RankMemory:
 def allocate(
     models: RankModels, mesh: Mesh, device: torch.device, context_length: int, needs: Needs | None = None
 ) -> RankMemory:
-    """Allocate pools by the memory that is left after all models are loaded, of the same size on all ranks. `needs` are
-    the measured needs of a device with memory of its own; None on a CPU.
+    """Allocate pools in the memory that is left after all models are loaded, of the same size on all ranks. `needs` are
+    the measured needs of a device with memory of its own; on a CPU they are None.
 
     Raises:
         ConfigError: not even a short request would fit, or the device has less memory than the settings ask for.

@@ -7,13 +7,13 @@ import torch
 from cluster.arch import LayerGeometry, Moe
 from cluster.arch.dtypes import compute_dtype
 from cluster.arch.resolve import ResolvedModels
-from cluster.attention.bind import pool_bytes
 from cluster.config import ConfigError
 from cluster.distributed.mesh import Mesh
 from cluster.dp_attention.exchange import Exchange
 from cluster.dp_attention.plan import ExpertParallel, Ops
+from cluster.engine.backends import select_kernels
 from cluster.kernels.interface import Kernels
-from cluster.kernels.select import choose_kernels
+from cluster.kv.pool import pool_bytes
 from cluster.models.context import WHOLE, ModelContext, Sharding, part_of_experts, where_experts_are
 from cluster.models.draft import DraftModel
 from cluster.models.layer import NoExchange
@@ -32,8 +32,8 @@ KNOWS_FP8 = 8, 9
 
 @dataclass(frozen=True, slots=True)
 class RankModels:
-    """One rank's part of the models and the contexts in which they compute. `exchange` checks the script; a model that
-    the rank computes alone has another exchange in its context.
+    """One rank's part of the models and the contexts in which they compute. `exchange` checks its calls against the
+    script. The context of a model that each rank computes alone has another exchange.
     """
 
     resolved: ResolvedModels
@@ -55,7 +55,7 @@ class RankModels:
 
     @property
     def quantised(self) -> tuple[str, ...]:
-        """Sentences about quantised weights: which stay packed, which were dequantised. Empty without such weights."""
+        """Sentences about quantised weights: which stay packed, which were dequantised. Empty if there are none."""
         said = [f"target: {line}" for line in self.target.quantised]
         return (*said, *(f"draft {i}: {line}" for i, draft in enumerate(self.drafts) for line in draft.quantised))
 
@@ -73,7 +73,7 @@ class RankModels:
 
     @property
     def attention(self) -> tuple[str, ...]:
-        """Sentences about attention that FlashInfer does not compute although it is set. Empty if it is not set."""
+        """Sentences about attention that other kernels compute if the backend is FlashInfer. Empty if it is not."""
         flashinfer, config = self.kernels.flashinfer, self.resolved.config
         if flashinfer is None:
             return ()
@@ -111,7 +111,9 @@ class RankModels:
 
     @property
     def ops(self) -> tuple[Ops, Ops | None]:
-        """The exchange calls of the target and of the draft (None without one); none for a model computed alone."""
+        """The exchange calls of the target and of the draft, or None in place of the draft's if there is no draft. A
+        model that each rank computes alone makes no calls.
+        """
         of_target, of_draft = self.resolved.experts
         target = self._ops(self.target, of_target) if self.target_context.exchange is self.exchange else Ops()
         if not self.drafts:
@@ -134,7 +136,7 @@ def kernels_of(resolved: ResolvedModels, device: torch.device) -> Kernels:
     Raises:
         ConfigError: the kernels that are set are not available here.
     """
-    kernels = choose_kernels(resolved.config.attention_backend, device, _dtype(resolved, device))
+    kernels = select_kernels(resolved.config.attention_backend, device, _dtype(resolved, device))
     if resolved.config.kv_cache_dtype == "fp8_e4m3" and kernels.name == "triton" and device.type == "cuda":
         _refuse_gpus_without_fp8(torch.cuda.get_device_capability(device))
     if kernels.flashinfer is not None:
@@ -156,7 +158,7 @@ def _refuse_gpus_without_fp8(capability: tuple[int, int]) -> None:
 
 def _dtype(resolved: ResolvedModels, device: torch.device) -> torch.dtype:
     config = resolved.config
-    in_c = device.type == "cpu" and choose_kernels(config.attention_backend, device, torch.bfloat16).library is not None
+    in_c = device.type == "cpu" and select_kernels(config.attention_backend, device, torch.bfloat16).library is not None
     return DTYPES[compute_dtype(resolved.target, config.dtype, device.type, in_c)]
 
 

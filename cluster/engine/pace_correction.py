@@ -1,21 +1,21 @@
-"""Corrects the pace that was measured at start, from the times of the steps while serving.
+"""Corrects the pace (`StepTimes`, fitted to steps measured at start) by the times of steps while serving.
 
-The correction decides how many prompt rows run beside decoding requests, and which waits routers expect. It never
+The correction changes how many prompt rows run beside decoding requests, and which waits routers expect. It never
 changes tokens.
 """
 
 from dataclasses import dataclass, field
 from math import inf, sqrt
 
-QUICK, SLOW = 0.2, 0.02  # relative change of a value by its first step, and the smallest by a later step
+QUICK, SLOW = 0.2, 0.02  # relative change of an estimate by its first observation; the smallest by a later one
 MOST = 3.0  # limits `dearer` to [1/3, 3]: a machine that is busy for a while must not starve prompts
 TELLING = 1 / 20  # prompt rows are measured only if they are predicted to take this share of the decoding time
 
 
 @dataclass(slots=True)
 class RunningMedian:
-    """A running estimate of the median of observed values, kept between `least` and `most`. Each observation moves it
-    by a fixed factor, so an outlier moves it no more than any other value.
+    """A running estimate of the median of observed values, kept between `least` and `most`. An observation moves the
+    estimate by a factor that does not depend on the observed value, so outliers count no more than other values.
     """
 
     least: float = 0.0
@@ -34,7 +34,8 @@ class RunningMedian:
 @dataclass(slots=True)
 class Correction:
     """Ratios of measured to predicted times. `usual`: steps that only decode. `dearer`: prompt rows beside decoding,
-    after the whole step is divided by `usual`. `alone`: steps of prompt rows only; routers use it to predict waits.
+    after the time of the whole step is divided by `usual`. `alone`: steps of prompt rows only; routers predict waits by
+    `alone`.
     """
 
     usual: RunningMedian = field(default_factory=RunningMedian)
@@ -46,8 +47,8 @@ class Correction:
         self.usual.see(took_us / decode_us)
 
     def prompted(self, busy_us: float, rows_us: float, took_us: float) -> None:
-        """Observe a step with prompt rows beside decoding: it took `took_us`; `busy_us` was predicted for the decoding
-        and `rows_us` for the rows.
+        """Observe a step with prompt rows beside decoding: the step took `took_us`; `busy_us` was predicted for the
+        decoding, and `rows_us` for the prompt rows.
         """
         if rows_us >= TELLING * busy_us:
             # took = usual * (busy + dearer * rows), solved for `dearer`

@@ -1,9 +1,10 @@
 """Runs steps: eagerly, or by replaying the captured program of their key where the plan says so.
 
 A captured program reads its inputs from fixed memory and makes no decision on the host, so all steps of one key (sizes
-of all groups, tier, mode) share it. It is captured when its key occurs for the second time: the first run allocates
-what is made once and kept (`cluster/capture/tape.py` describes a capture). Before each replay the host makes some calls
-of its own and checks that the capture still fits (`recorder.Ahead`); if one returns False, the step runs eagerly.
+of all groups, tier, mode, buffer set) share it. A step is captured when its key occurs for the second time: the first
+run allocates buffers that are made once and kept (`cluster/capture/tape.py` describes a capture). Before each replay
+the host makes the calls in `recorder.Ahead`, which prepare the step and say whether the program still fits. If one
+returns False, the step runs eagerly.
 """
 
 import logging
@@ -27,9 +28,10 @@ logger = logging.getLogger(__name__)
 
 Capture = Callable[[Callable[[], StepOutput]], Captured[StepOutput]]
 GRAPHS, TAPES = 16, 64
-"""The number of programs kept for each turn besides those captured at start; the least recently used one is dropped.
-Equally many keys that occurred once are remembered. Graphs hold memory of their own on the GPU, so few are kept. Tapes
-share their memory, and a batch that shrinks by one request at a time needs one for each size.
+"""The number of programs kept for each turn (buffer set) besides those captured at start. The least recently used
+program is dropped. The same number of keys that occurred once is remembered. Graphs hold memory of their own on the
+GPU, so few are kept. Tapes share their memory, and a batch that shrinks by one request at a time needs a tape for each
+size.
 """
 UNLIKE = (
     "a captured step was launched anew, as its plan is unlike the one that it was captured with. Its tokens are right. "
@@ -39,8 +41,8 @@ UNLIKE = (
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A captured step: the inputs that it reads, the checks before each replay (`ahead`), its exchange calls, and the
-    number of collectives in them (`entered`). `number` is a checksum of its key.
+    """A captured step: the inputs that it reads, the host's calls before each replay (`ahead`), its exchange calls, and
+    the number of collectives in them (`entered`). `number` is a checksum of its key.
     """
 
     inputs: ProgramInputs
@@ -57,8 +59,8 @@ class Programs:
     def __init__(
         self, assembler: Assembler, step: Step, exchange: Exchange, clock: ProgressClock, capture: Capture | None
     ) -> None:
-        """`capture` runs a program once and captures it; with None nothing is captured, and no plan asks for it.
-        `clock` counts the collectives.
+        """`capture` runs a program once and captures it. If it is None, nothing is captured, and no plan has `captured`
+        set. `clock` counts the collectives.
         """
         self.assembler, self.step = assembler, step
         self._exchange, self._clock, self._capture = exchange, clock, capture
@@ -70,7 +72,7 @@ class Programs:
         self.checksum = 0
         """The sum of the key checksums: equal on ranks with the same programs, in whatever order they were captured."""
         self.launched_anew = 0
-        """The number of steps that ran eagerly because a check before their replay returned False."""
+        """The number of steps that ran eagerly because a call of `Ahead` before capture or replay returned False."""
 
     @property
     def captured(self) -> dict[ProgramKey, Program]:
@@ -78,7 +80,7 @@ class Programs:
         return {**self._started, **self._later}
 
     def keep(self) -> None:
-        """Exempt all programs captured so far from being dropped for later ones."""
+        """Exempt all programs captured so far from being dropped for later programs."""
         self._started.update(self._later)
         self._later.clear()
 
@@ -88,12 +90,12 @@ class Programs:
         self.checksum -= program.number
 
     def drop(self) -> None:
-        """Drop all programs. A communicator ends only when no graph holds its collectives any more."""
+        """Drop all programs. A communicator can end only when no graph holds its collectives."""
         for key in self.captured:
             self.forget(key)
 
     def add(self, key: ProgramKey, program: Program) -> None:
-        """Add a captured program; drops the least recently used one if there are too many."""
+        """Add a captured program. If there are too many, drop the least recently used one."""
         self._later[key] = program
         self.checksum += program.number
         if len(self._later) > self._kept * self.assembler.turns:
@@ -116,13 +118,13 @@ class Programs:
         program = self._started.get(key) or self._later.get(key)
         if program is not None:
             return self._replayed(program, inputs) if self._ready(program.ahead) else self._run(inputs, shape)
-        ahead = self._once.pop(key, None)  # there if the key has occurred once: now capture it
+        ahead = self._once.pop(key, None)  # not None if the key has occurred once before: now capture the step
         if ahead is not None and self._ready(ahead):
             return self._captured(self._capture, key, inputs, ahead, shape)
         return self._first(key, inputs, shape)
 
     def _ready(self, ahead: Ahead) -> bool:
-        """Make the host's calls before a capture or replay; returns whether the program fits this step."""
+        """Make the host's calls before a capture or replay. Return whether the program fits this step."""
         ready = ahead.ready()
         if not ready:
             if not self.launched_anew:
@@ -131,7 +133,7 @@ class Programs:
         return ready
 
     def _first(self, key: ProgramKey, inputs: ProgramInputs, shape: TreeShape) -> StepOutput:
-        """Run a step whose key is new, and note the calls that its program needs ahead of each run."""
+        """Run a step whose key is new, and collect the host's calls that must come before each later run."""
         self._once[key] = ahead = Ahead()
         if len(self._once) > self._kept * self.assembler.turns:
             self._once.popitem(last=False)

@@ -18,7 +18,7 @@ from cluster.status import EngineStatus, RankInfo
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The results of one call of `step`: outputs of the requests that got tokens, and statistics of the step read."""
+    """The results of one call of `step`: outputs of requests, and statistics of the step whose results were read."""
 
     outputs: tuple[SequenceOutput, ...]
     stats: StepStats
@@ -39,8 +39,8 @@ class StepInFlight:
 
 @dataclass(frozen=True, slots=True)
 class ReadStep:
-    """A step whose results were read. `took` are the seconds since it began or since the step before it was read,
-    whichever is later. This rank spent `waited` seconds in collectives and `own` outside.
+    """A step whose results were read. `took` are the seconds until then, from the later of two moments: this step
+    began, or the step before was read. This rank spent `waited` seconds in collectives, and `own` outside collectives.
     """
 
     flight: StepInFlight
@@ -58,7 +58,7 @@ class Rank:
         self._lockstep, self._info = lockstep, info
         self._rung = threading.Event()
         self._quiet = True
-        self._slept_at = -1  # the step at which it last slept; its ring key can be deleted at the next sleep
+        self._slept_at = -1  # the step of the last sleep; the next sleep deletes the key of its ring
         self._steps = self._padded_rows = 0
         self._own_seconds = 0.0
         self._begun: Callable[[tuple[str, ...]], None] = _unheard
@@ -72,7 +72,7 @@ class Rank:
 
     @property
     def quiet(self) -> bool:
-        """Whether no rank had requests in the last step, and this rank has no work now. Alone: only the latter."""
+        """Whether no rank had requests in the last step (a rank alone ignores this), and this rank has no work."""
         return (self._quiet or self._lockstep.mesh.world.size == 1) and not self.has_work
 
     @property
@@ -100,7 +100,7 @@ class Rank:
         self._lockstep.leave()
 
     def sleep(self) -> None:
-        """Block, without using the CPU, until a rank rings. A ring since the last step counts, so none is missed."""
+        """Block, without using the CPU, until a rank rings. A ring since the last step counts, so no ring is missed."""
         mesh, step = self._lockstep.mesh, self._lockstep.coordinator.step
         if mesh.world.size == 1:
             self._rung.wait()
@@ -127,7 +127,7 @@ class Rank:
         self._lockstep.grammars.prepare()
 
     def read_grammar(self, grammar: str) -> None:
-        """Compile a grammar before its request is admitted, because it takes long. Any thread may call this.
+        """Compile a grammar before its request is admitted, because compiling takes long. Any thread may call this.
 
         Raises:
             GrammarError: the text is not a compiled grammar for this model.
@@ -135,7 +135,7 @@ class Rank:
         self._lockstep.grammars.read(grammar)
 
     def close(self, reason: str = "") -> None:
-        """Leave the gang at once. The steps of the peers raise, and they can read `reason`."""
+        """Leave the gang at once. The steps of the peers then raise, and the peers can read `reason`."""
         self._lockstep.mesh.close(reason, self._lockstep.programs.drop)
 
     def info(self) -> RankInfo:
@@ -143,9 +143,11 @@ class Rank:
         return self._info
 
     def _begin(self, flight: StepInFlight) -> ReadStep | None:
-        """Note a step that has begun; returns the step whose results are due now, if any, after waiting for them.
+        """Note a step that has begun. If the results of a step are due now, wait for them and return that step;
+        otherwise return None.
 
-        `lag` steps may stay in flight. If this step ran nothing, none may: the device has no other work to overlap.
+        At most `Lockstep.lag` steps stay in flight. If this step ran nothing, none stays: the device has no work that
+        could overlap.
         """
         self._quiet = flight.ran.plan.quiet
         self._steps += 1
@@ -162,7 +164,7 @@ class Rank:
         before, self._read_at = self._read_at, time.perf_counter()
         took = self._read_at - max(flight.began, before)
         waited = flight.ran.waits.take()
-        own = max(0.0, took - waited)  # the wait to agree may overlap the step before, which `took` leaves out
+        own = max(0.0, took - waited)  # 0: the wait to agree may be before `took` begins, during the step before
         self._own_seconds += own
         return ReadStep(flight, given, took, own, waited)
 
@@ -208,5 +210,5 @@ class Follower(Rank):
         return StepResult((), stats)
 
     def status(self) -> EngineStatus:
-        """The current progress; only the leader reports load."""
+        """The current progress. Only a leader reports its load."""
         return EngineStatus(self._steps, padded_rows=self._padded_rows, own_seconds=self._own_seconds)

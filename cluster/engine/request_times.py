@@ -9,8 +9,8 @@ from cluster.request import FinishReason
 
 @dataclass(slots=True)
 class RequestTimes:
-    """Times of one request by `time.perf_counter`, in seconds; None for an event that has not happened yet. A request
-    that is retracted and admitted again keeps the time of its first admission.
+    """Times of one request by `time.perf_counter`, in seconds. The time of an event that has not happened yet is None.
+    A request that is retracted and admitted again keeps the time of its first admission.
     """
 
     queued: float = field(default_factory=time.perf_counter)

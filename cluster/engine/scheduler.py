@@ -3,10 +3,10 @@
 It knows pages (through the cache), but no tensors and no models. First come, first served. When pages run out, the
 request admitted last is retracted: it goes back to the front of the queue, so the oldest always makes progress.
 
-If a running prompt is about to compute the next pages of a waiting request, the request waits and shares them instead
-of computing them too. It loses one step at most, because running prompts get rows before new requests anyway. It
-waits for running prompts only and is checked again before every step, so it goes on even if the other request is
-retracted, aborted or ends. Requests behind it may pass, but its table row and the pages it will need stay reserved.
+If a running prompt is about to compute the next pages of a waiting request, the waiting request stays in the queue
+until it can share these pages. That delays it by at most one step, because running prompts get rows before new requests
+anyway. The condition is checked again before every step, so the waiting request goes on even if the other request is
+retracted, aborted or ends. Later requests may pass it, but its table row and the pages it will need stay reserved.
 """
 
 from collections import deque
@@ -26,7 +26,9 @@ from cluster.request import RequestParams
 SCORED_ROWS = 512
 """Most prompt rows of a step that return log-probabilities: the logits of all of them are in memory at once."""
 WORTH_WAITING = 16
-"""A request waits for another prompt only if that saves so many rows: a step's fixed cost equals that of some rows."""
+"""A request waits for another prompt only to share at least this many tokens, rounded up to pages. Waiting may cost a
+step, and the fixed cost of a step equals that of some rows.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +52,20 @@ class Chunk:
 
 @dataclass(slots=True)
 class Schedule:
-    """The work of one step. `decodes` are requests with their leases: results for a request are committed only if it
-    still has the same lease then. `retracted` counts the requests retracted for this step; the requests `fresh` are
-    those of `admitted` that are admitted for the first time.
+    """The work of one step.
 
-    Times are predictions. `decode_us` is the time of this rank's decoding alone; without a pace it is the number of
-    decoding requests. If a request of any rank decodes, this rank needs `busy_us` for decoding and `rows_us` for its
-    prompt rows. If none does, it needs `alone_us` for its prompt rows.
+    `decodes` are requests with their leases: the results of a request are committed only if it still has the same lease
+    when they are read. `retracted` counts the requests retracted for this step. `fresh` are the requests of `admitted`
+    that are admitted for the first time.
+
+    The times are predictions by the pace: the `StepTimes` that were fitted to steps measured at start. There is no pace
+    if `mixed_prefill_size` is set. Then all times but `decode_us` are 0.
+
+    - `decode_us`: the time of this rank's decoding alone. Without a pace it is no time but the number of decoding
+      requests.
+    - `busy_us`, `rows_us`: set if a request decodes (of another group: in the last plan); `PrefillBudget.busy`, and the
+      time of this rank's prompt rows.
+    - `alone_us`: set otherwise; the time of a step with only this rank's prompt rows.
     """
 
     decodes: list[tuple[RequestState, Lease]] = field(default_factory=list)
@@ -76,7 +85,9 @@ class Schedule:
         return sum(chunk.stop - chunk.start for chunk in self.chunks)
 
     def order(self, writes: tuple[PageWrite, ...]) -> StepInput:
-        """The work as plain values; sorts the chunks by length, so that chunks of equal length are neighbours."""
+        """Return the work as plain values. Sorts `chunks` in place by length, so that chunks of equal length are
+        neighbours; the results of the step have the same order.
+        """
         self.chunks.sort(key=lambda chunk: chunk.stop - chunk.start)
         decodes = [sequence for sequence, _ in self.decodes]
         drawing = decodes + [chunk.sequence for chunk in self.chunks if chunk.final]  # these get a token in the step
@@ -105,11 +116,13 @@ class Schedule:
 
 @dataclass(slots=True)
 class RemainingRows:
-    """What is left of a step's prefill budget: `rows` and, with a `pace`, predicted microseconds of `allowance`.
+    """What is left of a step's prefill budget: `rows` prompt rows and, if there is a `pace` (see `Schedule`),
+    `allowance` microseconds of predicted time.
 
-    `spent` is the predicted time of the chunks so far. `beside` counts the target rows of the step so far, `prefilling`
-    the other groups that run prompt rows. The `first` chunk gets at least `StepTimes.least` rows, even if it overdraws
-    the allowance; later steps pay that back. At most `scored` more rows may return log-probabilities.
+    `spent` is the predicted time of the chunks so far. `beside` counts the target rows of the step so far. `prefilling`
+    is the number of other groups that run prompt rows. `first` is True until a chunk has been taken. The first chunk
+    gets at least `StepTimes.least` rows, even if their cost exceeds the allowance; the next step has that much less.
+    `scored` is the number of rows that may still return log-probabilities.
     """
 
     rows: int
@@ -127,17 +140,19 @@ class RemainingRows:
         return self.rows > 0 and (self.pace is None or self.allowance > 0.0)
 
     def fits(self, start: Callable[[], int]) -> bool:
-        """Whether `take` would give a row from `start()` on. `start` is called only if the answer depends on it."""
+        """Whether `take` would give at least one row to a chunk that begins at token `start()`. `start` is a function,
+        because it is called only if the answer depends on it.
+        """
         if not self.left or self.pace is None or self.first:
             return self.left
         return self.pace.cost(self.beside, start(), 1, self.prefilling) <= self.allowance
 
     def take(self, start: int, stop: int) -> int:
-        """Take as many of the prompt rows `start` to `stop - 1` as fit; returns their number, which may be 0."""
+        """Take as many prompt rows as the budget allows, of `start` to `stop - 1`. Return their number, maybe 0."""
         count = min(stop - start, self.rows)
         if self.pace is not None:
             paid = self.pace.rows(self.beside, start, count, self.allowance, self.prefilling)
-            # A chunk reads its whole prefix, so the first one gets enough rows to make that worthwhile.
+            # A chunk reads its whole prefix, so the first chunk gets enough rows to be worth it.
             least = self.pace.least(self.beside, start, count, self.prefilling) if self.first else 0
             count = min(count, max(paid, least))
             cost = self.pace.cost(self.beside, start, count, self.prefilling)
@@ -152,8 +167,9 @@ class Scheduler:
     """The waiting queue and the running list of one rank."""
 
     def __init__(self, config: EngineConfig, cache: KVCache, window: int, pace: StepTimes | None = None) -> None:
-        """`window` is W, the slots beyond its committed tokens that a decoding request may write in a step. If
-        `mixed_prefill_size` is not set, `pace` limits the prompt rows beside decoding; None: only the chunk size does.
+        """`window` is W, the slots beyond its committed tokens that a decoding request may write in a step. `pace`
+        limits the prompt rows of steps in which requests decode. If it is None, or `mixed_prefill_size` is set, only
+        the sizes of the config limit them.
         """
         self.waiting: deque[RequestState] = deque()
         self.running: list[RequestState] = []
@@ -173,8 +189,9 @@ class Scheduler:
         return running + sum(len(s.tokens) for s in self.waiting)
 
     def schedule(self, busiest: int = 0, prefilling: int = 0) -> Schedule:
-        """Return the work of the next step; leases are grown to hold it. `busiest` is the `decode_us` of the busiest
-        other group, whose requests wait for this group's prompt rows; `prefilling` other groups run prompt rows too.
+        """Return the work of the next step, and grow the leases to hold it. `busiest` is the largest `decode_us` of
+        other groups, whose requests wait while this group computes prompt rows. `prefilling` is the number of other
+        groups that run prompt rows.
         """
         plan = Schedule()
         self._publish()  # first, so that requests admitted now find the pages of the last step
@@ -187,7 +204,7 @@ class Scheduler:
         if self.waiting and not plan.retracted:  # after a retraction pages are short: admit nobody
             self._admit_waiting(plan, room)
         plan.copies = self._cache.take_copies()
-        self._overdrawn = min(0.0, room.allowance)  # the next step has that much less
+        self._overdrawn = min(0.0, room.allowance)  # taken from the allowance of the next step
         if prefill_budget is not None:
             plan.busy_us, plan.rows_us = prefill_budget.busy, room.spent
         elif self._pace is not None and plan.chunks:
@@ -196,8 +213,8 @@ class Scheduler:
         return plan
 
     def learn(self, plan: Schedule, decode_us: int, prompt_rows: int, took_us: float) -> None:
-        """Correct the pace: the step of this schedule took `took_us`. `decode_us` was predicted for the decoding of the
-        busiest group; `prompt_rows` is the largest number of prompt rows of any group.
+        """Update the correction of the pace by a finished step. `plan` is its schedule and `took_us` its measured time.
+        `decode_us` is the largest of all groups, and `prompt_rows` the largest number of prompt rows of any group.
         """
         if self._pace is None:
             return
@@ -222,14 +239,14 @@ class Scheduler:
         self._stop(sequence, 0)
 
     def _stop(self, sequence: RequestState, sound: int) -> None:
-        """Close the lease of a running request. Others may read the KV of its first `sound` tokens."""
+        """Close the lease of a running request. Other requests may read the KV of its first `sound` tokens."""
         assert sequence.lease is not None, "only a running request has a lease"
         self.running.remove(sequence)
         self._cache.close(sequence.lease, sequence.tokens, sound)
         sequence.leave()
 
     def _prefill_budget(self, plan: Schedule, busiest: int) -> PrefillBudget | None:
-        """Set `plan.decode_us`; return the step time for prompts, or None if no request decodes or there is no pace."""
+        """Set `plan.decode_us`. Return the `PrefillBudget`, or None without a pace or if no group decodes."""
         committed, pace = [s.reach for s, _ in plan.decodes], self._pace
         plan.decode_us = len(committed) if pace is None else int(pace.decoding(committed)) if committed else 0
         return pace.prefill_budget(committed, busiest) if pace is not None and (committed or busiest) else None
@@ -241,14 +258,14 @@ class Scheduler:
             return RemainingRows(self._budget)
         if prefill_budget is None or self._pace is None:
             return RemainingRows(self._mixed_budget)
-        # If prompt rows take `dearer` times what the pace predicts, so much less predicted time may be spent.
+        # Prompt rows take `dearer` times the time that the pace predicts, so the allowance is divided by `dearer`.
         allowance = prefill_budget.allowance / self.correction.dearer.value + self._overdrawn
         return RemainingRows(
             self._mixed_budget, allowance, self._pace, 0.0, len(plan.decodes) * self._pace.tree, prefilling
         )
 
     def _ride(self, plan: Schedule, sequence: RequestState, room: RemainingRows) -> None:
-        """Add the next chunk of a request's prompt to the step, as far as its budget allows."""
+        """Add the next chunk of a request's prompt to the step, with as many rows as the budget `room` allows."""
         start, end = sequence.reach, len(sequence.tokens)
         if sequence.scores_left(start, end):
             if not room.scored:  # no scored row is left in this step: the request waits for the next one
@@ -294,15 +311,15 @@ class Scheduler:
                 self._cache.publish(sequence.lease, sequence.tokens, sequence.committed)
 
     def _admit_waiting(self, plan: Schedule, room: RemainingRows) -> None:
-        """Admit requests in order of arrival, while there are pages and at least one row of the step for each."""
-        coming = {self._next(s) for s in self.running if not s.known} - {None}  # pages that running prompts compute
+        """Admit requests in order of arrival, while there are pages and at least one prompt row for each request."""
+        coming = {self._next(s) for s in self.running if not s.known} - {None}  # the next pages of running prompts
         spare = sum(map(self._growth, self.running))  # pages that must stay free for running requests
         passed = 0  # number of requests at the front of the queue that wait for a shared prefix
         while room.left and passed < min(len(self.waiting), self._cache.free_rows):
             sequence = self.waiting[passed]
             wanted = self._next(sequence) if coming and sequence.cacheable is None else None
             if wanted is not None and wanted in coming:
-                # It stays in the queue; the pages that it will need beyond the shared ones stay reserved.
+                # The request stays in the queue. The pages that it will need beyond the shared ones stay reserved.
                 whole = self._cache.pages_for(len(sequence.tokens) + self._window_of(sequence))
                 spare += max(0, whole - wanted.entry - self._ahead)
                 passed += 1
@@ -310,7 +327,7 @@ class Scheduler:
             fresh = sequence.cached_tokens is None
             begins = partial(self._cache.most_cached, sequence.tokens, sequence.request.cache_salt, sequence.cacheable)
             if not room.fits(begins) or not self._admit(sequence, spare):
-                break  # the first that does not fit ends admission: a small request must not pass a large one
+                break  # the first request that does not fit ends admission: no small one may pass it
             del self.waiting[passed]
             spare += self._growth(sequence)
             coming.add(self._next(sequence))
@@ -320,7 +337,7 @@ class Scheduler:
             self._ride(plan, sequence, room)
 
     def _next(self, sequence: RequestState) -> Next | None:
-        """The next pages that this request will compute (as many as are worth waiting for), as a key to compare."""
+        """The pages of the next `WORTH_WAITING` tokens that a request computes, as a key; None if too few remain."""
         return self._cache.next(sequence.tokens, self._ahead, sequence.lease, sequence.request.cache_salt)
 
     def _growth(self, sequence: RequestState) -> int:
@@ -335,8 +352,8 @@ class Scheduler:
         return max(0, self._cache.pages_for(most + self._window_of(sequence)) - sequence.lease.pages)
 
     def _admit(self, sequence: RequestState, spare: int) -> bool:
-        """Open a lease if that leaves `spare` pages free, and the pages of its own first window: an admission must not
-        cause a retraction in the next step.
+        """Admit a request if `spare` pages and the pages of its own first window stay free, so that no retraction
+        follows in the next step. Return whether it was admitted.
         """
         known = len(sequence.tokens)
         window = self._cache.pages_for(known + self._window_of(sequence)) - self._cache.pages_for(known)

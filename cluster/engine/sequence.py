@@ -14,12 +14,15 @@ from cluster.request import Request, SpeculationCounts, TokenLogprob
 class RequestState:
     """The state of one request, from its submission to its end.
 
-    `tokens` are prompt and output. By the results read so far, `committed` of them have KV in every pool; when all
-    steps in flight are over, at most `reach` have. Each of `unread` steps in flight gives the request at least one
-    token. The request is `prefilling` until its last prompt row is in a step; then it decodes, and its last token is
-    the bonus token. `known`: the results of all its prompt rows have been read. It ends at `limit` tokens. `scores` are
-    the log-probabilities of the prompt's tokens from the second on, if requested and as far as computed; `told`: they
-    were returned, which happens once.
+    - `tokens`: prompt and output. The request ends at `limit` tokens.
+    - `committed`: how many tokens have KV in every pool, by the results read so far. `reach`: the most that may have it
+      when all steps in flight are over. `unread`: the steps in flight that each give at least one token.
+    - `prefilling`: until the last prompt row is in a step. Then the request decodes, and its last token is the bonus
+      token. `known`: the results of all prompt rows have been read.
+    - `cached_tokens`: number of tokens found in the cache at the first admission. `steps`, `drafted`, `accepted`: see
+      `SpeculationCounts`.
+    - `scores`: log-probabilities of the prompt's tokens from the second on, if requested and as far as computed.
+      `told`: they have been returned, which happens once.
     """
 
     request: Request
@@ -82,13 +85,13 @@ class RequestState:
 
     @property
     def cacheable(self) -> int | None:
-        """How many of its tokens may come from the cache; None: no limit. A row whose prompt log-probability is still
-        missing has to be computed, because the cache holds no logits.
+        """How many tokens of the request may come from the cache; None means no limit. A row whose prompt
+        log-probability is still missing has to be computed, because the cache holds no logits.
         """
         return len(self.scores) if self.scores_left(0, self.prompt_len) else None
 
     def scores_left(self, start: int, stop: int) -> int:
-        """How many of the prompt rows `start` to `stop - 1` must return log-probabilities; the last never does."""
+        """How many of prompt rows `start` to `stop - 1` must return log-probabilities. The last row never does."""
         if self.request.params.prompt_logprobs is None or self.told or len(self.scores) == self.prompt_len - 1:
             return 0
         return max(0, min(stop, self.prompt_len - 1) - start)
@@ -105,7 +108,7 @@ class RequestState:
 
     @property
     def longest(self) -> int:
-        """The most committed tokens of a request that still runs: its bonus token follows; `limit` tokens end it."""
+        """The most committed tokens of a running request: it has fewer than `limit` tokens, the last is the bonus."""
         return self.limit - 2
 
     @property
@@ -125,7 +128,7 @@ class RequestState:
         self.committed = self.reach = self.unread = 0
 
     def begin_prompt(self, stop: int, final: bool) -> None:
-        """Note that a step with prompt rows up to `stop` is in flight; after the `final` ones the request decodes."""
+        """Note that a step with prompt rows up to `stop` is in flight. If `final`, the request decodes from now on."""
         self.reach, self.prefilling = stop, not final
         self.unread += final
 
@@ -135,7 +138,7 @@ class RequestState:
         self.unread -= final
 
     def most_of(self, shape: TreeShape) -> int:
-        """The most tokens that a tree of this shape commits. Only with a grammar are the forced levels used."""
+        """The most tokens that a tree of this shape commits. The forced levels count only with a grammar."""
         return (shape.drafted if self.request.params.grammar is None else shape).num_steps + 1
 
     def begin_tree(self, shape: TreeShape) -> None:
@@ -144,7 +147,7 @@ class RequestState:
         self.unread += 1
 
     def accepted_run(self, count: int, shape: TreeShape) -> None:
-        """Note that a tree's results were read. They commit `count` tokens: the old bonus and the accepted path."""
+        """Note that a tree's results were read: the last bonus and accepted draft tokens, `count` in all, commit."""
         self.committed += count
         self.reach -= self.most_of(shape) - count  # `begin_tree` assumed that all levels are accepted
         self.unread -= 1
@@ -160,5 +163,5 @@ class RequestState:
         self.accepted[accept_len - 1] += 1
 
     def speculation(self) -> SpeculationCounts | None:
-        """The counts so far; None when no tree was ever drafted."""
+        """The counts so far; None if no drafted node was ever verified."""
         return SpeculationCounts(self.steps, self.drafted, tuple(self.accepted)) if self.drafted else None

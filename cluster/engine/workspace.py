@@ -1,4 +1,4 @@
-"""Measures the device memory that steps take beside weights and KV caches, by running the largest steps allowed.
+"""Measures the device memory that steps take besides weights and KV caches, by running the largest steps allowed.
 
 The KV cache gets the rest. This is for devices with memory of their own; on a CPU nothing is measured.
 """
@@ -27,7 +27,9 @@ SMALLER_KV = "max_total_tokens, kv_cache_gb, mem_fraction_static or capture_size
 FEWEST_ROWS = 16  # the lowest chunked_prefill_size that an error advises
 T = TypeVar("T")
 Measure = Callable[[int, int], int]
-"""Return the bytes that the largest step with so many requests and prompt rows takes; it may run out of memory."""
+"""A function of a number of requests and a number of prompt rows. It returns the bytes that the largest step with them
+takes, or raises one of `OUT_OF_MEMORY`.
+"""
 
 
 def prompt_rows(config: EngineConfig, context_length: int) -> int:
@@ -36,8 +38,8 @@ def prompt_rows(config: EngineConfig, context_length: int) -> int:
 
 
 def largest_orders(config: EngineConfig, context_length: int, window: int) -> Iterator[StepInput]:
-    """Yield the largest steps: all requests decode at their greatest length beside a whole prompt chunk, once with all
-    sampling features and once with none; and a step in which as many prompts as possible end.
+    """Yield the largest steps: all requests decode at their greatest length, with a whole prompt chunk, once with all
+    sampling features and once with none; then the step in which the most prompts end.
 
     The page table is empty, so all cells are in the sink page and a pool of one page is enough.
     """
@@ -73,7 +75,7 @@ def fitting(load: Callable[[], T], memory: DeviceMemory, what: str, remedy: str)
     """Return the result of `load`.
 
     Raises:
-        ConfigError: `load` ran out of memory; the message names `what` does not fit, and the `remedy`.
+        ConfigError: `load` ran out of memory. The message says that `what` does not fit, and gives the `remedy`.
     """
     memory.begin()
     try:
@@ -91,7 +93,9 @@ def measured_needs(
     weights: int,
     trial: Callable[[RankModels, RankMemory], Lockstep],
 ) -> Needs:
-    """Return `needs_of` the models, measured with pools of one page; `trial` makes the `Lockstep` that runs steps."""
+    """Return `needs_of` the models, measured with pools of one page. `trial` makes the `Lockstep` that runs the
+    measured steps.
+    """
     resolved = models.resolved
     least = (resolved.shape.window + 2 * resolved.config.page_size) * models.token_bytes
     graphs = device.type == "cuda" and captures_of(resolved.config, device, models, mesh) is not None
@@ -118,10 +122,10 @@ def needs_of(
     graphs: bool,
     measure: Measure,
 ) -> Needs:
-    """Return memory and needs of the rank that has the least left for KV. The result is the same on all ranks, which
-    must all call this. `least` are the bytes of the smallest KV cache, `graphs` says whether steps will be captured.
+    """Return the `Needs` of the rank that has the least left for KV. All ranks must call this, and get the same result.
+    `least` are the bytes of the smallest KV cache. `graphs` says whether steps will be captured.
 
-    Steps of half the size run first; the full ones only run if the half leaves enough for KV.
+    Steps of half the size run first. The full steps run only if half of the size leaves enough for KV.
 
     Raises:
         ConfigError: less than the smallest KV cache is left; the message lists all needs, and which settings to lower
@@ -143,7 +147,7 @@ def needs_of(
                     f"a step of {count} requests and {beside} prompt rows does not fit beside the weights, which take "
                     f"{weights / GB:.3f} GB ({error}); halve max_running_requests and chunked_prefill_size"
                 ) from None
-        return needs(memory.total)  # out of memory alone: as if the step took the whole device
+        return needs(memory.total)  # a rank alone is out of memory: count the step as the whole device
 
     half = tried(-(-requests // 2), -(-rows // 2))
     found = tried(requests, rows) if half.left >= least else half
@@ -179,13 +183,13 @@ def _most(fits: Callable[[int], bool], most: int) -> int:
 def rehearsed(
     lockstep: Lockstep, config: EngineConfig, context_length: int, memory: DeviceMemory, table: PageTable
 ) -> int:
-    """Run the largest steps on the finished engine; returns the bytes that they take.
+    """Run the largest steps on the finished engine, and return the bytes that they take.
 
     Raises:
         ConfigError: there is not enough memory for them.
     """
     try:
-        run_largest(lockstep, config, context_length, table)  # allocates what is made once and kept
+        run_largest(lockstep, config, context_length, table)  # allocates the buffers that are made once and kept
         memory.begin()
         run_largest(lockstep, config, context_length, table)
     except OUT_OF_MEMORY as error:
@@ -194,7 +198,7 @@ def rehearsed(
 
 
 def beside(taken: int, capture: Callable[[], T], mesh: Mesh, memory: DeviceMemory) -> T:
-    """Return the result of `capture`. Beside the programs there must still be `taken` bytes for the largest steps.
+    """Return the result of `capture`. The captured programs must leave `taken` bytes free for the largest steps.
 
     Raises:
         ConfigError: the programs do not fit, or leave too little.

@@ -24,7 +24,7 @@ class Grammar:
     - structural_tag: xgrammar's structural tag, as JSON.
     - chat: a structural tag that may also contain token ids. Only this server writes it, never a client.
 
-    `compact`: JSON without white space between its tokens.
+    If `compact`, JSON in the output has no white space between JSON tokens.
     """
 
     kind: Kind

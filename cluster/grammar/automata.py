@@ -1,9 +1,9 @@
 """Deterministic automata of expressions: intersection of several expressions, and tests of inclusion.
 
-An expression becomes a nondeterministic automaton. A state of the deterministic automaton is a Boolean formula over its
-states: `or` where an expression branches, `and` where two expressions (or a lookahead and the rest) must both match,
-`not` where one must not match. The method is derivatives of extended regular expressions (Brzozowski 1964) over
-alternating automata.
+An expression becomes a nondeterministic automaton. A state of the deterministic automaton is a Boolean formula over
+nondeterministic states: `or` where an expression branches; `and` where two expressions, or a lookahead and the rest,
+must both match; `not` where an expression must not match. The method is derivatives of extended regular expressions
+(Brzozowski 1964) over alternating automata.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -15,7 +15,7 @@ from cluster.grammar.asked import GrammarError
 from cluster.grammar.nodes import LAST, SURROGATES, Alt, Chars, Literal, Node, Ref, Repeat, Seq, chars
 from cluster.grammar.regex import END, START, Look
 
-MAX_STATES = 600  # of a deterministic automaton; xgrammar needs one mask over the vocabulary for each
+MAX_STATES = 600  # of a deterministic automaton; xgrammar needs one mask over the vocabulary for each state
 MAX_EXPLORED = 6000  # formulas that one inclusion test explores
 MAX_NONDETERMINISTIC = 20_000
 MAX_VISITED = 400_000  # visits of nondeterministic states along steps that read nothing; takes about a second
@@ -24,7 +24,7 @@ S = TypeVar("S", bound=Hashable)
 Formula = int | tuple[str, frozenset["Formula"]]
 TRUE: Formula = ("and", frozenset())
 FALSE: Formula = ("or", frozenset())
-AT_END = -1  # formula that holds only for the empty rest; its derivative is always FALSE
+AT_END = -1  # formula that holds only if no text is left; its derivative is always FALSE
 
 
 class TooLargeError(GrammarError):
@@ -33,9 +33,9 @@ class TooLargeError(GrammarError):
 
 @dataclass(slots=True)
 class Automaton:
-    """A minimal deterministic automaton. State 0 is the start; every state can reach an accepting one.
+    """A minimal deterministic automaton. State 0 is the start; every state can reach an accepting state.
 
-    `steps[state]` gives, for each next state, the characters that lead there.
+    `steps[state]` maps each next state to the characters that lead there.
     """
 
     steps: list[dict[int, Chars]]
@@ -43,7 +43,7 @@ class Automaton:
 
 
 def intersection(required: Sequence[Node], most: int = MAX_STATES) -> Automaton | None:
-    """Return the automaton of the texts that match every expression; None if there is no such text.
+    """Return the automaton of the texts that match every expression of `required`, or None if no text does.
 
     The expressions come from `regex.read`.
 
@@ -56,7 +56,7 @@ def intersection(required: Sequence[Node], most: int = MAX_STATES) -> Automaton 
 
 
 def includes(outer: Sequence[Node], inner: Node) -> bool:
-    """Whether every text that matches `inner` matches all of `outer`. Also False if the test is too expensive."""
+    """Whether every text that matches `inner` matches all of `outer`. Also False if the test needs too many states."""
     space = _Space()
     # `inner` is included exactly if "inner and not outer" accepts no text: search its derivatives for an accepting one.
     start = _all([space.start(inner), _not(_all([space.start(node) for node in outer]))])
@@ -110,8 +110,9 @@ def _not(formula: Formula) -> Formula:
 class _State:
     """A state of the nondeterministic automaton.
 
-    It reads a character of `reads` and goes to `after`, or goes to one of `free` without reading, each under a
-    condition: None, START, END or a lookahead. `rest`: this state accepts any remaining text.
+    Either it reads a character of `reads` and goes to the state `after`; or, without reading, it goes to any state in
+    `free`. An entry of `free` is (condition, state); the condition is None, START, END or a lookahead. If `rest`, this
+    state accepts any remaining text.
     """
 
     reads: Chars | None = None
@@ -122,10 +123,10 @@ class _State:
 
 @dataclass(slots=True)
 class _Space:
-    """The nondeterministic states of all expressions of one query, and the derivatives of formulas over them."""
+    """The nondeterministic states of all expressions of one query, and derivatives of formulas over these states."""
 
     states: list[_State] = field(default_factory=list)
-    letters: list[Chars] = field(default_factory=list)  # classes of characters that all expressions treat alike
+    letters: list[Chars] = field(default_factory=list)  # classes; no expression distinguishes characters of one class
     _letters_of: dict[Chars, frozenset[int]] = field(default_factory=dict)
     _looks: dict[Look, int] = field(default_factory=dict)
     _visited: int = 0
@@ -133,7 +134,7 @@ class _Space:
     _derived: dict[tuple[Formula, int], Formula] = field(default_factory=dict)
 
     def start(self, node: Node) -> Formula:
-        """Return the formula that holds for the texts that the whole expression matches."""
+        """Build the states of an expression. Return the formula that holds for exactly the texts that match it."""
         return self._expand(
             self._built(node, self._add(_State(free=[(END, self._add(_State(rest=True)))]))), True, set()
         )
@@ -185,10 +186,10 @@ class _Space:
         return then
 
     def _expand(self, state: int, first: bool, above: set[int]) -> Formula:
-        """Return what must hold from a state on, as a formula over states that read a character.
+        """Return the formula, over states that read a character, that means the same as `state`.
 
-        `first`: nothing has been read yet. `above`: states already passed on the way here without reading; returning to
-        one of them adds nothing.
+        `first`: no character has been read yet. `above`: states that were passed without reading before `state`;
+        returning to such a state adds nothing.
         """
         if not first and not above and state in self._expanded:
             return self._expanded[state]
@@ -221,7 +222,9 @@ class _Space:
         return found
 
     def settle(self) -> None:
-        """Split all characters into `letters`, classes that every expression treats alike; after the last `start`."""
+        """Split all characters into `letters`: classes of characters that no expression distinguishes. Call this after
+        the last `start`.
+        """
         classes = {state.reads for state in self.states if state.reads is not None}
         borders = {0, SURROGATES[0], SURROGATES[1] + 1, LAST + 1}
         borders.update(border for one in classes for low, high in one.ranges for border in (low, high + 1))
@@ -240,7 +243,7 @@ class _Space:
         self._letters_of = {one: frozenset(at for at, of in enumerate(ranges) if one in of) for one in classes}
 
     def derivative(self, formula: Formula, letter: int) -> Formula:
-        """Return the formula for the rest of a text that begins with `letter` and for which `formula` holds."""
+        """Return the formula that must hold for the rest of a text if `formula` holds for `letter` and that rest."""
         if isinstance(formula, int):
             state = self.states[formula] if formula != AT_END else _State()
             if state.reads is None or letter not in self._letters_of[state.reads]:
@@ -268,7 +271,7 @@ class _Space:
         """Return the deterministic automaton of a formula: next states by letter, accepting flags, and the letters.
 
         Raises:
-            TooLargeError: it needs more than `most` states.
+            TooLargeError: the automaton needs more than `most` states.
         """
         self.settle()
         numbers, order = {start: 0}, [start]
@@ -292,10 +295,11 @@ class _Space:
 def _minimal(
     steps: list[dict[int, int]], accepting: list[bool], letters: list[Chars], most: int = MAX_STATES
 ) -> Automaton | None:
-    """Return the minimal automaton (Moore 1956): no states that reach no accepting one, equivalent states merged.
+    """Return the minimal automaton (Moore 1956): equivalent states are merged, and states that cannot reach an
+    accepting state are dropped. Return None if no text is accepted.
 
     Raises:
-        TooLargeError: it has more than `most` states.
+        TooLargeError: the minimal automaton has more than `most` states.
     """
     live = {state for state, accepts in enumerate(accepting) if accepts}
     before = -1
@@ -334,10 +338,12 @@ def _minimal(
 def restricted(
     automaton: Automaton, start: S, step: Callable[[S, str], S | None], accepts: Callable[[S], bool]
 ) -> Automaton | None:
-    """Return the automaton of the texts that both `automaton` and a second machine accept; None if there are none.
+    """Return the automaton of the texts that both `automaton` and a second machine accept, or None if there is no such
+    text.
 
-    `automaton` has few characters, because each code point becomes a letter. `step` gives the second machine's state
-    after a character, or None if it rejects the text.
+    `start` is the second machine's first state. `step` returns its state after a character, or None if the machine
+    rejects the text. `accepts` tells whether a state accepts. `automaton` must use few characters, because each code
+    point becomes a letter.
 
     Raises:
         TooLargeError: the product has too many states.

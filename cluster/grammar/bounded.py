@@ -2,10 +2,12 @@
 
 xgrammar makes a mask for each state of a grammar, and a bounded text has one state per number of characters that may
 still come. Over 262,144 tokens a mask takes 40 ms, so a bound of 300 took twelve seconds. Here the rule for at most n
-characters is one character followed by the rule for n - 1, whatever the bound is, and xgrammar caches masks by rule.
+characters is one character followed by the rule for at most n - 1. These rules do not depend on the bound, and xgrammar
+caches masks by rule.
 
-A text that may be longer than `SHORT` consists of blocks of `BLOCK` characters. At the start of each block, a final
-short text may begin instead. Nearly all tokens that are allowed at a place are in the masks of these short texts.
+A text whose bound is above `SHORT` consists of blocks of `BLOCK` characters and, at its end, a short text: at the start
+of each block, the short text may begin instead. The masks of short texts contain nearly all tokens that are allowed at
+a place.
 """
 
 from collections.abc import Sequence
@@ -15,9 +17,9 @@ from cluster.grammar.nodes import Node, Ref, Regular, Repeat, alt, seq
 
 BLOCK = 16
 SHORT = 2 * BLOCK - 1
-"""At any place in a block, the alternative short text still allows at least `BLOCK` more characters. So its mask allows
-most tokens that reach beyond the block; xgrammar examines only the rest: longer tokens, and tokens with the end in
-them.
+"""Maximum length of a short text. At any place in a block, the short text that could have begun instead of the block
+still allows at least `BLOCK` more characters. So the short text's mask allows most tokens that reach beyond the block.
+xgrammar examines only the remaining tokens: longer tokens, and tokens that contain the end of the text.
 """
 
 

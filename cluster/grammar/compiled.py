@@ -21,8 +21,8 @@ COMMON = (
     *(PortableGrammar(object_grammar(compact)) for compact in (False, True)),
     PortableGrammar(schema_grammar({"type": "array", "prefixItems": BOUNDED, "minItems": 2, "maxItems": 2})),
 )
-"""Grammars of any JSON object and of strings of bounded length. Most grammars contain their rules, and the masks of one
-string take longer to make than everything that is particular to an ordinary schema.
+"""Grammars of any JSON object and of strings of bounded length. Most grammars share rules with them. Making the masks
+of one such string takes longer than making all masks that only an ordinary schema needs.
 """
 
 
@@ -37,8 +37,8 @@ class MaskCompiler:
         self._lock = Lock()
 
     def prepare(self) -> None:
-        """Make the tables of the vocabulary and the masks of common rules, which takes tenths of a second to seconds.
-        Later grammars, in this process or a fork of it, then do not wait for that.
+        """Make the tables of the vocabulary and the masks of common rules. This takes tenths of a second to seconds,
+        for which later grammars, in this process or a fork, then do not wait.
         """
         self._vocabulary.prepare()
         for common in COMMON:
@@ -48,14 +48,13 @@ class MaskCompiler:
         """Return the compiled grammar.
 
         Raises:
-            GrammarError: xgrammar cannot read it; the message is xgrammar's.
+            GrammarError: xgrammar cannot read the grammar; the message is xgrammar's.
             MemoryError: there is too little memory.
         """
         source = portable.source
         compiler = self._compiler(keeps=True)
         if portable.tokens:
-            # Without a stop token `with_marks` cannot be used; then nothing is cached, so that no rule gets another
-            # one's masks.
+            # `with_marks` needs a stop token. Without one nothing is cached, so that no rule gets another rule's masks.
             if never := self._vocabulary.stops[:1]:
                 source = json.dumps(with_marks(json.loads(source), never[0]))
             else:
@@ -84,9 +83,10 @@ def with_marks(tag: Any, never: int) -> Any:
     """Return a structural tag that allows the same outputs as `tag`, and whose rules xgrammar's cache can tell apart.
 
     xgrammar 0.2.8 recognises a rule by a checksum of its automaton. The checksum leaves out which token an edge takes,
-    so a rule with one special token would get the masks of a rule with another. Therefore each special token gets an
-    alternative that no output takes: the token `never`, then the special token's id as text, which makes the checksums
-    differ. `never` is a stop token: xgrammar's masks never allow it as an edge's token, and no matcher is given one.
+    so a rule with one special token would get the masks of a rule with another special token. Therefore each special
+    token gets an alternative that no output takes: the token `never`, then the special token's id as text, which makes
+    the checksums differ. `never` is a stop token: xgrammar's masks never allow a stop token inside a grammar, and no
+    matcher is given one.
     """
     if isinstance(tag, list):
         return [with_marks(part, never) for part in tag]

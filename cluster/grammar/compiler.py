@@ -39,10 +39,10 @@ from cluster.grammar.vocabulary import Vocabulary
 logger = logging.getLogger(__name__)
 
 AT_ONCE = 2
-SECONDS = 10.0  # of processor time
-START_S = 300.0  # to import xgrammar and its dependencies, and to make tables and masks
+SECONDS = 10.0  # processor time that compiling one grammar may take
+START_S = 300.0  # time in which the process must import xgrammar and its dependencies, and make tables and masks
 GRACE_S = 5.0  # extra time for the forking process to report that a child's time is over
-NICENESS = 10  # the process gets about a tenth of a core while the engine and the server need it, else a whole core
+NICENESS = 10  # the process gets a whole core, or about a tenth of it while the engine and the server need the core
 TRIES = 2  # attempts, if the process was killed from outside
 NOT_ITS_FAULT = (0, -signal.SIGKILL, -signal.SIGTERM)
 CACHED = 64
@@ -58,7 +58,9 @@ class CompilerError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class CompileResult:
-    """A grammar as ranks read it, or why it is refused. `lasting`: compiling it again would give the same result."""
+    """The result of compiling a grammar: either the `text` that ranks read, or a `refusal` with the reason. `lasting`:
+    compiling the grammar again would give the same result.
+    """
 
     text: str = ""
     refusal: str = ""
@@ -76,8 +78,8 @@ class Compiler:
         self._under_way: dict[Grammar, asyncio.Task[CompileResult]] = {}
 
     async def warm(self) -> None:
-        """Start the process and compile the most common grammars. Errors are left to the first request, which meets
-        them too.
+        """Start the process and compile the most common grammars. Errors are ignored here, because the first request
+        will report the same errors.
         """
         for grammar in COMMON:
             with suppress(GrammarError, CompilerError):
@@ -87,7 +89,7 @@ class Compiler:
         """Compile a grammar and return it as text for `Matchers.matcher`.
 
         Raises:
-            GrammarError: it is refused or exceeds a limit; the message says why.
+            GrammarError: the grammar is refused or exceeds a limit; the message says why.
             CompilerError: no process could be started, or the machine is too busy.
         """
         if len(grammar.text) > MAX_CHARACTERS:
@@ -97,7 +99,7 @@ class Compiler:
             task = self._under_way.get(grammar)
             if task is None:
                 task = self._under_way[grammar] = asyncio.create_task(self._compile(grammar))
-            # a cancelled request must not cancel the compilation, which others may await
+            # Cancelling one request must not cancel a compilation that other requests may await.
             found = await asyncio.shield(task)
         else:
             self._done.move_to_end(grammar)
@@ -124,7 +126,9 @@ class Compiler:
 
 
 class CompilerProcess:
-    """The process that compiles, restarted after it has ended. Thread-safe; several threads may compile at once."""
+    """The process that compiles grammars. A new process is started if the last one has ended. Thread-safe; several
+    threads may compile at once.
+    """
 
     def __init__(self, vocabulary: Vocabulary, seconds: float) -> None:
         self._vocabulary = vocabulary
@@ -140,10 +144,10 @@ class CompilerProcess:
         return None if running is None or running.process.poll() is not None else running.process.pid
 
     def start(self) -> "RunningCompiler":
-        """Return the running process, started if necessary; it is ready to compile.
+        """Return a running process that is ready to compile; start one if necessary.
 
         Raises:
-            CompilerError: it cannot be started.
+            CompilerError: no process can be started.
         """
         with self._starting:
             running = self._running
@@ -187,14 +191,14 @@ class CompilerProcess:
         return CompileResult(text) if mark == COMPILED else CompileResult(refusal=text, lasting=mark != UNSURE)
 
     def close(self) -> None:
-        """End the process for good, from any thread; threads that wait for it get an answer at once."""
+        """End the process for good, from any thread. Threads that wait for an answer are released at once."""
         self._closed = True
         running = self._running
         if running is not None:
             running.process.kill()
 
     def end(self, running: "RunningCompiler | None" = None) -> int | None:
-        """Kill the given or the current process and return its exit code; None if there is none."""
+        """Kill `running` or, if that is None, the current process. Return its exit code, or None if no process runs."""
         running = running or self._running
         if running is None:
             return None
@@ -259,7 +263,11 @@ class RunningCompiler:
         return self._first.result(max(0.0, until - time.monotonic()))
 
     def ask(self, grammar: bytes, seconds: float) -> bytes | None:
-        """Send a grammar and return its answer; None if the process ended. Raises TimeoutError after `seconds`."""
+        """Send a grammar and return the answer, or None if the process ended.
+
+        Raises:
+            TimeoutError: there is no answer after `seconds`.
+        """
         until = time.monotonic() + seconds
         number, answer = next(self._numbers).to_bytes(NUMBER, "big"), Future[bytes | None]()
         with self._lock:
@@ -314,8 +322,8 @@ def _write(pipe: int, content: bytes, until: float) -> None:
 
 
 def _give_way(pid: int) -> None:
-    """Lower the priority of a process that leads its own session. Linux shares processors among sessions first
-    (sched(7), autogroups), and niceness counts only within one. So both are set.
+    """Lower the priority of a process that leads its own session. Linux shares processors first among sessions
+    (sched(7), autogroups); niceness counts only within a session. So the session's priority is lowered too.
     """
     os.setpriority(os.PRIO_PROCESS, pid, min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS))
     for _ in range(TRIES):

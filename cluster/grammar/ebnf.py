@@ -27,7 +27,7 @@ MAX_RULES = 20_000
 
 @dataclass(slots=True)
 class Rule:
-    """The body of a rule. `before`: a lookahead, how the text after the rule begins, where that is known."""
+    """The body of a rule. `before` is a lookahead: how the text after the rule begins, or None if that is unknown."""
 
     body: Node
     before: Node | None = None
@@ -54,7 +54,7 @@ class Rules:
         return name
 
     def add(self, body: Node, before: Node | None = None) -> Ref:
-        """Return a rule with this body: an existing one if there is one."""
+        """Return a reference to a rule with this body. An existing rule is reused, otherwise a rule is added."""
         if isinstance(body, Ref):
             return body
         known = self._names.get(body)
@@ -65,10 +65,10 @@ class Rules:
     def written(self, root: Node, compact: bool = False) -> str:
         """Return the grammar of `root` in xgrammar's notation, without rules that match no finite text.
 
-        `compact`: leave out white space without meaning.
+        If `compact`, leave out white space without meaning.
 
         Raises:
-            GrammarError: nothing matches.
+            GrammarError: `root` matches no finite text.
         """
         kept_of = _compacted if compact else _as_it_is
         useful = self._useful()
@@ -120,7 +120,7 @@ def _compacted(node: Node) -> Node:
 
 
 def _ends(node: Node, useful: set[str]) -> bool:
-    """Whether the node matches some finite text, given the rules known to do so."""
+    """Whether the node matches some finite text. `useful` names the rules that are known to match one."""
     match node:
         case Ref(name):
             return name in useful
@@ -139,7 +139,7 @@ def _ends(node: Node, useful: set[str]) -> bool:
 
 
 def _pruned(node: Node, useful: set[str]) -> Node | None:
-    """Return the node without the parts that match no finite text; None if nothing is left."""
+    """Return the node without the parts that match no finite text, or None if nothing is left."""
     if not _ends(node, useful):
         return None
     match node:

@@ -1,10 +1,13 @@
 """The process that compiles grammars. Each grammar is compiled in a forked child of its own.
 
-A client's grammar may use up a compiler's time and memory, or crash it; a child contains that. It starts in
-milliseconds, because its parent has imported and prepared everything. `compiler.py` runs this module as `python -m
-cluster.grammar.forks`. A frame is eight bytes of length and as many bytes of content. The first incoming frame is the
-vocabulary, answered when the process is ready. Each later one is a request number of eight bytes and a grammar as JSON.
-Its answer is the number, one of the marks below, and a text. Answers come in the order in which children end.
+A client's grammar may use up a compiler's time and memory, or crash the compiler; then only the child is lost. A child
+starts in milliseconds, because its parent has imported and prepared everything. `compiler.py` runs this module as
+`python -m cluster.grammar.forks`.
+
+A frame is eight bytes that give a length, then a content of that length. The first incoming frame is the vocabulary; it
+is answered when the process is ready. The content of each later frame is a request number of eight bytes, and a grammar
+as JSON. The answer to such a frame is the same number, one of the marks below, and a text. Answers come in the order in
+which children end.
 """
 
 import ctypes
@@ -24,19 +27,21 @@ from cluster.grammar.worker import SlowGrammarError, Worker
 
 READY, BROKEN = b"=", b"!"
 COMPILED, REFUSED = b"+", b"-"
-UNSURE = b"~"  # refused for its time, measured while other processes had the processor
-# SLOW: it used up its processor time. LATE: it did not get that much for `PATIENCE_S`. The text is the time spent, as
-# JSON.
+UNSURE = b"~"  # refused for its compile time, which was measured while other processes also used the processor
+# SLOW: the child used up its processor time. LATE: the child did not get that processor time within `PATIENCE_S`. In
+# both cases the text is the time spent, as JSON.
 SLOW, LATE = b"t", b"l"
 GONE = b"x"  # the child died; the text is its exit code
-PATIENCE_S = 60.0  # wall-clock time in which a grammar must get its processor time
+PATIENCE_S = 60.0  # wall-clock time that a child may take
 PR_SET_PDEATHSIG = 1  # option of prctl(2): the signal sent to a child when its parent dies
 NUMBER = 8  # size of a frame's length and of a request number, in bytes
 
 
 @dataclass(slots=True)
 class Child:
-    """A process that compiles one grammar. It writes its answer to `pipe` and ends, which closes the pipe."""
+    """A process that compiles one grammar. It writes its answer to `pipe` and ends, which closes the pipe. `late`: it
+    was killed because it still ran at the time `until`.
+    """
 
     number: bytes
     pid: int
@@ -64,11 +69,11 @@ class Forks:
     def __init__(self, worker: Worker, requests: int, replies: int) -> None:
         """`requests` and `replies` are the file descriptors of pipes."""
         self._worker, self._requests, self._replies = worker, requests, replies
-        self._children: dict[int, Child] = {}  # keyed by the file descriptor of their pipe
+        self._children: dict[int, Child] = {}  # keyed by the file descriptor of a child's pipe
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> None:
-        """Serve requests until their pipe is closed."""
+        """Serve requests until the pipe of requests is closed."""
         self._selector.register(self._requests, selectors.EVENT_READ)
         while True:
             waits = [child.until - time.monotonic() for child in self._children.values() if not child.late]
@@ -129,7 +134,7 @@ def replied(worker: Worker, request: dict[str, Any]) -> bytes:
 
 
 def spent_in(answer: bytes) -> TimeSpent:
-    """Return the time a child spent, from an answer that is `SLOW` or `LATE`."""
+    """Return the time that a child spent. `answer` is marked `SLOW` or `LATE`."""
     return TimeSpent(**json.loads(answer[1:]))
 
 
@@ -139,7 +144,7 @@ def frame(content: bytes) -> bytes:
 
 
 def read_frame(source: int) -> bytes | None:
-    """Return the content of the next frame from a pipe; None at the end of the pipe."""
+    """Return the content of the next frame from a pipe, or None if the pipe has ended."""
     head = _read_exactly(source, NUMBER)
     return None if head is None else _read_exactly(source, int.from_bytes(head, "big"))
 

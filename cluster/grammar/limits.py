@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MEMORY = 1 << 30  # bytes of address space that compiling one grammar may take
-STACK = 1 << 20  # bytes of stack. A rank compiles the grammar again, in a thread whose stack may be only twice as large
+STACK = 1 << 20  # bytes of stack. A rank compiles the grammar again, in a thread with a stack of perhaps only 2 MiB
 TOO_LARGE = "it is nested too deeply, or takes more than 1 GiB of memory to compile; make it shorter or simpler"
-OWN_SHARE = 0.9  # share of wall-clock time; a process that gets less processor time than this competes with others
+OWN_SHARE = 0.9  # a process whose processor time is a smaller share of wall-clock time competes with other processes
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,9 @@ class TimeSpent:
 
     @property
     def on_a_busy_machine(self) -> bool:
-        """Whether other processes took the processor. Processor time is then less exact, because caches are shared."""
+        """Whether other processes used the processor too. Processor time is then less exact, because caches are
+        shared.
+        """
         return self.processor < OWN_SHARE * self.passed
 
 

@@ -23,7 +23,9 @@ CACHED_BYTES = 512 << 20  # of cached compiled grammars
 
 
 class Readable(NamedTuple):
-    """A compiled grammar, its size in `bytes`, and the mask `usable` of the tokens that it may allow anywhere."""
+    """A compiled grammar and its size in `bytes`. `usable` is a mask of the tokens that the grammar may allow at some
+    position; no other token is ever allowed.
+    """
 
     grammar: "CompiledGrammar"
     usable: Row
@@ -34,8 +36,8 @@ class Matchers:
     """Makes the matchers of one vocabulary. Requests with the same grammar share the compiled grammar. Thread-safe."""
 
     def __init__(self, vocabulary: Vocabulary, encode: Encode | None = None) -> None:
-        """`encode` tokenizes a forced text. Without it, or if its tokens do not spell the text exactly, the longest
-        matching tokens are taken one after the other.
+        """`encode` tokenizes a forced text. If `encode` is None, or its tokens do not spell the text exactly, the text
+        is split greedily into the longest matching tokens.
         """
         self._vocabulary, self._encode = vocabulary, encode
         self._compiler = MaskCompiler(vocabulary)
@@ -43,7 +45,7 @@ class Matchers:
         self._lock = Lock()
 
     def prepare(self) -> None:
-        """Make the tables and common masks that the first grammar would otherwise wait for (`MaskCompiler.prepare`)."""
+        """Make the tables and common masks now, so that the first grammar does not wait (`MaskCompiler.prepare`)."""
         self._compiler.prepare()
 
     def matcher(self, portable: str, after: Sequence[int] = ()) -> "TextMatcher":
@@ -95,10 +97,12 @@ class Matchers:
 class TextMatcher:
     """The state of one request in its grammar. Not thread-safe.
 
-    `after`: tokens that come before the grammar begins, such as the one that ends the reasoning; until they have come,
-    in this order, everything is allowed. A path is a sequence of tokens that may follow the committed ones. Asking
-    about a path does not change the committed state; it is cheapest if it shares its beginning with the previous path.
-    Masks are cached until tokens are committed, because draft, forced text and verify ask for the same paths.
+    The grammar begins when the tokens `after`, such as the token that ends the reasoning, have been committed in this
+    order; before that, everything is allowed. If `after` is empty, the grammar begins at once.
+
+    A path is a sequence of tokens that may follow the committed tokens. Methods that take a path do not change the
+    committed state; they are cheapest if a path begins like the previous path. Masks are cached until tokens are
+    committed, because draft, forced text and verify ask for the same paths.
     """
 
     def __init__(self, compiled: Readable, vocabulary: Vocabulary, spell: Spell, after: Sequence[int]) -> None:
@@ -108,16 +112,16 @@ class TextMatcher:
         self._vocabulary, self._usable = vocabulary, compiled.usable
         self._stops = frozenset(vocabulary.stops)
         self._after = tuple(after)
-        self._recent: tuple[int, ...] = ()  # the last committed tokens, compared with `after`
-        self._free = bool(after)
+        self._recent: tuple[int, ...] = ()  # the last committed tokens, to be compared with `after`
+        self._free = bool(after)  # the grammar has not begun: everything is allowed
         self._ended = False
         self._masks: dict[tuple[int, ...], Row] = {}
-        self._walked: list[int] = []  # tokens beyond the committed ones that xgrammar's matcher has accepted
+        self._walked: list[int] = []  # uncommitted tokens that xgrammar's matcher has accepted
         self._row: Row = np.zeros(vocabulary.words, np.int32)
 
     @property
     def finished(self) -> bool:
-        """Whether the output may end here, or has ended."""
+        """Whether the output may end after the committed tokens, or has ended."""
         return self._ended or (not self._free and self._go(()) and self._matcher.is_completed())
 
     @property
@@ -140,7 +144,7 @@ class TextMatcher:
             elif self._free:
                 self._recent = (*self._recent, token)[-len(self._after) :]
                 self._free = self._recent != self._after
-            # xgrammar's matcher is already past this token: it belongs to the path that was asked about last.
+            # xgrammar's matcher has already accepted this token, as the first token of the latest path.
             elif self._walked[:1] == [token]:
                 self._walked.pop(0)
             elif self._go((token,)):
@@ -152,8 +156,9 @@ class TextMatcher:
         """Write the mask of the tokens allowed after the committed tokens and `path` into `out`, int32
         `[vocabulary.words]`.
 
-        Stop tokens are set exactly where the output may end. Only they are set after an end, and after a path that is
-        not allowed and so is never accepted. The mask is empty if the grammar continues with text that no token begins.
+        Stop tokens are set exactly where the output may end. If the output has ended, only stop tokens are set. The
+        same holds for a path that the grammar does not allow; such a path is never accepted. The mask is empty if the
+        grammar continues only with text that no token can begin.
         """
         known = self._masks.get(tuple(path))
         if known is None:
@@ -174,10 +179,11 @@ class TextMatcher:
         np.bitwise_and(out, self._usable, out=out)
 
     def forced(self, path: Sequence[int], most: int) -> list[int]:
-        """Return at most `most` tokens that follow the committed tokens and `path` because the grammar allows no other
-        text.
+        """Return at most `most` tokens that must follow the committed tokens and `path`, because the grammar allows no
+        other text.
 
-        First comes the only possible text as the tokenizer writes it, then tokens that are each the only one allowed.
+        The first tokens are the only possible text, as the tokenizer writes it. Then come tokens, each of which is the
+        only token that the mask allows at its position.
         """
         rest = self._constrained(path)
         if rest is None:
@@ -195,11 +201,11 @@ class TextMatcher:
         return found
 
     def _text_of(self, path: Sequence[int], rest: Sequence[int], most: int) -> bytes:
-        """Return the only text allowed after `path`, as far as `most` tokens can hold it. It may begin or end inside a
+        """Return the only text allowed after `path`, cut to about `most` tokens. The text may begin or end inside a
         character.
 
         `rest` is the part of `path` that the grammar describes. The text is found token by token from masks, because
-        xgrammar's own search for a forced text never ends in a grammar without an end.
+        xgrammar's own search for a forced text loops forever if the grammar forces an endless text.
         """
         walked: list[int] = []
         text = sure = b""
@@ -217,7 +223,7 @@ class TextMatcher:
         return "has ended" if self._ended else "may not end here"
 
     def _constrained(self, path: Sequence[int]) -> Sequence[int] | None:
-        """Return the part of a path that the grammar describes; None while everything is allowed."""
+        """Return the part of a path that the grammar describes, or None if everything is allowed after the path."""
         if not self._free:
             return path
         if self._ended:
@@ -232,11 +238,13 @@ class TextMatcher:
         return None
 
     def _goes_on(self, path: Sequence[int]) -> bool:
-        """Whether the grammar allows a path, and the output has not ended on it."""
+        """Whether the grammar allows a path, and the output has not ended before or on this path."""
         return not self._ended and self._stops.isdisjoint(path) and self._go(path)
 
     def _go(self, path: Sequence[int]) -> bool:
-        """Move xgrammar's matcher to the end of a path without stop tokens; False if the path is not allowed."""
+        """Move xgrammar's matcher to the end of a path, which has no stop tokens. Return False if the grammar does not
+        allow the path.
+        """
         shared = 0
         for mine, asked in zip(self._walked, path, strict=False):
             if mine != asked:

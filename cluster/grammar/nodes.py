@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 LAST = 0x10FFFF
 SURROGATES = (0xD800, 0xDFFF)  # never in valid text; xgrammar's own `[^..]` would allow them
-MOST_STATES = 100  # of one automaton, roughly; xgrammar does not precompute the masks of a larger one
-# First code points of each UTF-8 length. A range in xgrammar's Regex(..) that crosses one of these also matches invalid
-# bytes.
+MOST_STATES = 100  # of one automaton, roughly; xgrammar does not precompute the masks of a larger automaton
+# First code points of each UTF-8 length. A range in xgrammar's Regex(..) that crosses such a code point also matches
+# invalid bytes.
 UTF8_LENGTHS = (0x80, 0x800, 0x10000, LAST + 1)
 
 Ranges = tuple[tuple[int, int], ...]
@@ -43,14 +43,14 @@ class Seq:
 
 @dataclass(frozen=True, slots=True)
 class Alt:
-    """One of the parts; with no parts it matches nothing, not even the empty text."""
+    """One of the parts. If there are no parts, the node matches nothing, not even the empty text."""
 
     parts: tuple["Node", ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """`part`, `least` to `most` times; without an upper bound if `most` is None."""
+    """`part`, repeated `least` to `most` times. If `most` is None, there is no upper bound."""
 
     part: "Node"
     least: int
@@ -59,14 +59,14 @@ class Repeat:
 
 @dataclass(frozen=True, slots=True)
 class Regular:
-    """`part`, which refers to no rule, compiled by xgrammar as one automaton; this is much faster."""
+    """A `part` without references to rules. xgrammar compiles it as one automaton, which is much faster."""
 
     part: "Node"
 
 
 @dataclass(frozen=True, slots=True)
 class Blank:
-    """White space without meaning; a compact grammar leaves it out."""
+    """White space without meaning. A compact grammar leaves the `part` out."""
 
     part: "Node"
 
@@ -77,7 +77,7 @@ NOTHING = Alt(())
 
 
 def chars(*ranges: tuple[int, int]) -> Chars:
-    """Return the characters of these ranges, which may overlap and hold surrogates."""
+    """Return the characters of these ranges, without surrogates. The ranges may overlap."""
     merged: list[list[int]] = []
     for low, high in sorted(ranges):
         if merged and low <= merged[-1][1] + 1:
@@ -140,12 +140,12 @@ def alt(*parts: Node) -> Node:
 
 
 def repeat(part: Node, least: int = 0, most: int | None = None) -> Node:
-    """Return `part` repeated `least` to `most` times; without an upper bound if `most` is None."""
+    """Return `part` repeated `least` to `most` times. If `most` is None, there is no upper bound."""
     return part if (least, most) == (1, 1) else EMPTY if most == 0 else Repeat(part, least, most)
 
 
 def automaton(node: Node) -> Node:
-    """Return the node wrapped in `Regular` if xgrammar compiles that correctly and fast; else the node itself."""
+    """Return the node in a `Regular` if xgrammar compiles that correctly and fast, otherwise the node itself."""
     return Regular(node) if fits_automaton(node) else node
 
 
@@ -153,7 +153,7 @@ def fits_automaton(node: Node) -> bool:
     """Whether xgrammar compiles a node without rule references as one automaton, correctly and with precomputed masks.
 
     xgrammar's automata are wrong for some repetitions inside other repetitions or branches: its `(?:ab*)?` matches b.
-    So only a sequence is accepted whose parts, repeated or not, contain no further repetition.
+    So the node must be a sequence; its parts may be repeated, but inside a part there must be no repetition.
     """
     parts = node.parts if isinstance(node, Seq) else (node,)
     repeated = (part.part if isinstance(part, Repeat) else part for part in parts)

@@ -19,7 +19,7 @@ from cluster.grammar.nodes import (
     chars,
 )
 
-MOST_BLOCKS = 20  # of a long repetition that is split into blocks
+MOST_BLOCKS = 20  # a long repetition is split into at most this many blocks
 
 
 def text_of(node: Node) -> str:
@@ -51,7 +51,7 @@ def text_of(node: Node) -> str:
 
 
 def _mixes(part: Chars) -> bool:
-    """Whether a class has ASCII characters and some, but not the last, of the characters beyond ASCII."""
+    """Whether a class has ASCII characters, and other characters but not the last one of Unicode."""
     return bool(part.ranges) and part.ranges[0][0] < 0x80 <= part.ranges[-1][1] < LAST
 
 
@@ -67,8 +67,8 @@ def _in_blocks(part: Chars, least: int, most: int) -> Node:
 def _often(part: Chars) -> str:
     """Return a class in a form that may be repeated more than `MOST_STATES` times.
 
-    Where such a class mixes ASCII with some other characters, xgrammar's masks allow tokens that its matcher then
-    rejects. So the class is written as a negated class, or as an alternative of its ASCII part and the rest.
+    If a class repeated so often mixes ASCII with some other characters, xgrammar's masks allow tokens that its matcher
+    then rejects. So the class is written as a negated class, or as an alternative of its ASCII and its other part.
     """
     if part.ranges and part.ranges[-1][1] == LAST:
         return "[^" + "".join(_range(low, high) for low, high in _lacking(part)) + "]"
@@ -102,7 +102,7 @@ def _expression(node: Node) -> str:
         case Literal(text):
             return "".join(map(_quoted, text))
         case Chars():
-            # One class per UTF-8 length: a range across two lengths would also match invalid bytes.
+            # One class per UTF-8 length, because a range across two lengths would also match invalid bytes.
             borders = zip((0, *UTF8_LENGTHS), UTF8_LENGTHS, strict=False)
             classes = [both(node, chars((low, high - 1))).ranges for low, high in borders]
             written = ["".join(_span(low, high) for low, high in ranges) for ranges in classes if ranges]

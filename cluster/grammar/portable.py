@@ -1,7 +1,7 @@
 """The form in which grammars are sent to ranks: xgrammar's source text, a few kilobytes.
 
-A compiled grammar has a mask over all tokens of the vocabulary for each of its states. These are megabytes, and reading
-them takes longer than compiling the text again.
+A compiled grammar has a mask over all tokens of the vocabulary for each of its states. The masks take megabytes, and
+reading them takes longer than compiling the text again.
 """
 
 import json
@@ -13,8 +13,8 @@ from cluster.grammar.asked import GrammarError
 
 @dataclass(frozen=True, slots=True)
 class PortableGrammar:
-    """`source` is either rules in xgrammar's notation or, with `tag`, a structural tag as JSON. `tokens`: the special
-    tokens that occur in the tag.
+    """A grammar for ranks. If `tag`, `source` is a structural tag as JSON; otherwise it is rules in xgrammar's
+    notation. `tokens` are the ids of the special tokens in the tag.
     """
 
     source: str
@@ -27,7 +27,7 @@ class PortableGrammar:
 
     @classmethod
     def of(cls, text: str) -> Self:
-        """Parse what `text` returned.
+        """Parse a text that the method `text` returned.
 
         Raises:
             GrammarError: the text has another form.

@@ -1,8 +1,8 @@
 """Unicode properties that `\\p{...}` may name: the general categories of characters, and some properties of ECMAScript.
 
 Unicode grows with each version, and a client that checks an output may know a newer version than this Python does. So
-each property is two sets: the characters that surely have it, and those that may have it. `\\p` matches only the sure
-ones. `\\P`, and `\\p` in a negated class, exclude all that may have the property.
+each property has two sets: characters that have the property in every version (`sure`), and characters that have it in
+some version (`possible`). `\\p` matches only `sure`. `\\P`, and `\\p` in a negated class, exclude all of `possible`.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ CATEGORIES = frozenset(LONG_NAMES.values())
 
 
 class Property(NamedTuple):
-    """The characters that surely have a property, and all characters that may have it."""
+    """The characters that have a property in every version of Unicode, and those that may have it in some version."""
 
     sure: Chars
     possible: Chars
@@ -48,8 +48,8 @@ WHITE_SPACE = chars(
     (0x09, 0x0D), (0x20, 0x20), (0x85, 0x85), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029),
     (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000),
 )  # fmt: skip
-# PICTOGRAPHS: some of the characters that are pictographs in every version. MAYBE_PICTOGRAPHS: all that are in some
-# version.
+# PICTOGRAPHS: some of the characters that are pictographs in every version. MAYBE_PICTOGRAPHS: all characters that are
+# pictographs in some version.
 PICTOGRAPHS = chars(
     (0x231A, 0x231B), (0x23E9, 0x23F3), (0x23F8, 0x23FA), (0x25FB, 0x25FE), (0x2600, 0x2604), (0x2614, 0x2615),
     (0x2648, 0x2653), (0x265F, 0x2660), (0x2665, 0x2666), (0x2692, 0x2697), (0x26BD, 0x26BE), (0x26F0, 0x26F5),
@@ -79,8 +79,8 @@ OTHERS = (*FIXED, *DERIVED)  # the properties that are not general categories
 
 
 def property_of(name: str) -> Property | None:
-    """Return the property that `\\p{name}` names; None if it is not supported, such as a script. A category has its
-    short or its long name, which may follow `gc=` or `General_Category=`.
+    """Return the property that `\\p{name}` names, or None if it is not supported, such as a script. A category may be
+    given by its short or long name, also after `gc=` or `General_Category=`.
     """
     bare = name.removeprefix("gc=").removeprefix("General_Category=")
     if LONG_NAMES.get(bare, bare) in CATEGORIES:
@@ -90,10 +90,10 @@ def property_of(name: str) -> Property | None:
 
 @cache
 def _united(names: tuple[str, ...], further: tuple[str, ...] = ()) -> Property:
-    """Return the property of all characters of the categories `names` and of some characters of the categories
+    """Return a property that all characters of the categories `names` have, and some characters of the categories
     `further`.
 
-    A character that this Python's Unicode does not assign yet may get any category, so it may have the property.
+    A character that this Python's Unicode does not assign yet may get any category, so it is in `possible`.
     """
     found = _categories()
 

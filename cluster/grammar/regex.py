@@ -1,8 +1,8 @@
 """Regular expressions as grammars: the syntax that ECMAScript and Python share, with the same meaning in both.
 
-An expression describes the whole text. Syntax that xgrammar would read differently, or not at all, is refused by name;
-xgrammar itself never sees an expression. `.` is any character except line ends; `\\d` and `\\w` are ASCII only.
-`\\p{L}` is a Unicode property as in ECMAScript, which JSON Schema refers to.
+An expression describes the whole text. Expressions are converted to grammar nodes, so xgrammar never reads them; syntax
+that is not supported is refused by name. `.` is any character except line ends; `\\d` and `\\w` are ASCII only.
+`\\p{L}` is a Unicode property as in ECMAScript, the dialect that JSON Schema recommends.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,8 +33,8 @@ MAX_REPEATS = 10_000
 DIGIT = one_of("0123456789")
 WORD = chars((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
 SPACE = one_of(" \t\n\r\f\v")
-# Dialects disagree about which of these are white space. `\s` and `\S` both leave out the disputed ones, so that no
-# dialect rejects an output.
+# Dialects disagree about which of these characters are white space. `\s` and `\S` both leave out the disputed
+# characters, so that no dialect rejects an output.
 WIDE_SPACE = chars(
     (0x09, 0x0D), (0x1C, 0x20), (0x85, 0x85), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029),
     (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF),
@@ -65,7 +65,9 @@ START, END = Ref("^"), Ref("$")  # anchors, kept by `read` and removed by `plain
 
 @dataclass(frozen=True, slots=True)
 class Look(Ref):
-    """A lookahead: the rest begins with `part`, or must not if `negated`. Exists only between `read` and `plain`."""
+    """A lookahead: the rest of the text must begin with `part` or, if `negated`, must not begin with `part`. `read`
+    returns such nodes; `plain` returns None if there are any.
+    """
 
     part: Node
     negated: bool
@@ -75,7 +77,7 @@ def parse(expression: str) -> Node:
     """Return the grammar of an expression that matches the whole text.
 
     Raises:
-        GrammarError: it is not a valid expression, or uses unsupported syntax.
+        GrammarError: the text is not a valid expression, or uses unsupported syntax.
     """
     node = plain(read(expression))
     if node is None:
@@ -87,7 +89,7 @@ def read(expression: str) -> Node:
     """Return an expression with its anchors and lookaheads kept as `START`, `END` and `Look` nodes.
 
     Raises:
-        GrammarError: it is not a valid expression, or uses unsupported syntax.
+        GrammarError: the text is not a valid expression, or uses unsupported syntax.
     """
     node = _Reader(expression).read()
     _check_anchors(node, first=True, last=True)
@@ -95,13 +97,15 @@ def read(expression: str) -> Node:
 
 
 def plain(node: Node) -> Node | None:
-    """Return an expression without its anchors, to match the whole text; None if it has lookaheads."""
+    """Return an expression without its anchors, so that it describes the whole text. Return None if the expression has
+    lookaheads.
+    """
     return None if any(isinstance(ref, Look) for ref in refs(node)) else mapped(node, lambda _: EMPTY, Ref)
 
 
 def open_sided(node: Node, rest: Node) -> Node:
-    """Add `rest` on the side of an expression that has no anchor. An expression with only ^ is followed by `rest`; one
-    with only $ is preceded by it. With neither or both, the expression already describes the whole text.
+    """Add `rest` on the side of an expression that has no anchor: after an expression with only ^, before an expression
+    with only $. An expression with both anchors, or with neither, describes the whole text and is returned unchanged.
     """
     anchors = {ref for ref in refs(node) if ref in (START, END)}
     if len(anchors) != 1:
@@ -110,7 +114,7 @@ def open_sided(node: Node, rest: Node) -> Node:
 
 
 def refs(node: Node) -> Iterator[Ref]:
-    """Yield the anchors and lookaheads of an expression; not those inside a lookahead."""
+    """Yield the anchors and lookaheads of an expression, except those inside a lookahead."""
     match node:
         case Ref():
             yield node
@@ -209,7 +213,7 @@ class _Reader:
         return repeat(node, *count)
 
     def _count(self) -> tuple[int, int | None] | None:
-        """Consume a quantifier and return its bounds; None if there is none here."""
+        """Consume a quantifier and return its bounds. Return None if no quantifier comes next."""
         for sign, count in (("*", (0, None)), ("+", (1, None)), ("?", (0, 1))):
             if self._skip(sign):
                 return count
@@ -257,7 +261,7 @@ class _Reader:
         return ((ord(character), ord(character)),)
 
     def _escape(self, negated: bool) -> Chars:
-        """Consume a backslash escape and return its characters; `negated`: it stands in a negated class."""
+        """Consume a backslash escape and return its characters. `negated`: the escape stands in a negated class."""
         character = self.text[self.at + 1 : self.at + 2]
         classes = OUTSIDE if negated else CLASSES
         if character in ("p", "P"):
@@ -281,7 +285,7 @@ class _Reader:
         return one_of(CONTROL.get(character, character))
 
     def _property(self, negated: bool) -> Chars:
-        r"""Return the characters of `\p{NAME}` or `\P{NAME}`; `negated`: it stands in a negated class."""
+        r"""Return the characters of `\p{NAME}` or `\P{NAME}`. `negated`: the escape stands in a negated class."""
         without = self.text[self.at + 1] == "P"
         name, closed, _ = self.text[self.at + 3 :].partition("}")
         if self.text[self.at + 2 : self.at + 3] != "{" or not closed:
@@ -291,14 +295,15 @@ class _Reader:
             known = f"general categories such as L and Lu, {', '.join(OTHERS)}"
             raise self._wrong(rf"\p{{{name[:40]}}} is not supported; known are {known}")
         self.at += len(name) + 4
-        # An output must not hold a character that another Unicode version would reject. So an exclusion, by \P or by a
-        # negated class (but not both), also excludes the characters that only may have the property.
+        # An output must not hold a character that another Unicode version would reject. So \P, or \p in a negated
+        # class, also excludes the characters that have the property only in some version (`possible`). \P in a negated
+        # class excludes nothing: like \p, it admits only `sure`.
         members = found.possible if without != negated else found.sure
         return complement(members) if without else members
 
 
 def _check_anchors(node: Node, first: bool, last: bool) -> None:
-    """Raise if text could precede a ^ or follow a $. `first`, `last`: the node starts, or ends, the whole text."""
+    """Raise if text could precede a ^ or follow a $. `first`: the node starts the whole text. `last`: it ends it."""
     match node:
         case Look():
             return  # anchors inside a lookahead are relative to it
@@ -333,7 +338,7 @@ def mapped(node: Node, change: Callable[[Node], Node], kind: type[Node]) -> Node
 
 
 def lengths(node: Node) -> tuple[int, int | None]:
-    """Return the minimum and maximum length, in characters, of texts that match; the maximum is None if unbounded."""
+    """Return the minimum and maximum length, in characters, of texts that match. None means no maximum."""
     match node:
         case Literal(text):
             return len(text), len(text)

@@ -17,9 +17,9 @@ MAX_CHARACTERS = 256_000
 MAX_SOURCE = 2_000_000  # characters of the converted grammar, all ASCII, which is sent to ranks
 MAX_CHOICES = 10_000
 ALIKE = 16
-"""Schemas whose rules are cached: a structural tag with several calls has the schema of each tool twice."""
-# Syntax that EBNF from a client may not use: token ids, automata that xgrammar builds wrongly, options that it does not
-# enforce.
+"""How many schemas have cached rules: a structural tag with several calls contains the schema of each tool twice."""
+# Syntax that a client's EBNF may not use: token ids, automata that xgrammar builds wrongly, options that xgrammar does
+# not enforce.
 MACROS = re.compile(r"\b(Token|ExcludeToken|TokenTagDispatch|Regex)\s*\(")
 OPTIONS = re.compile(r"^\s*[\w.-]+\s*\[(.*?)\]\s*::=", re.MULTILINE)
 QUOTED = re.compile(r'#[^\n]*|"(?:\\.|[^"\\\n])*"|\[(?:\\.|[^\]\\\n])*\](?!\s*::=)')
@@ -42,7 +42,7 @@ FORMATS: dict[str, frozenset[str]] = {
 }
 
 
-# Further formats and fields of a structural tag of the kind chat, which this server writes.
+# Further formats and fields, allowed only in a structural tag of the kind chat, which this server writes.
 OF_CHAT: dict[str, frozenset[str]] = {
     "token": frozenset({"token"}),
     "json_schema": FORMATS["json_schema"] | {"compact"},
@@ -60,7 +60,7 @@ def portable(grammar: Grammar) -> PortableGrammar:
     """Return a grammar in the form that is sent to ranks.
 
     Raises:
-        GrammarError: as `source`, or its rules are too long.
+        GrammarError: as `source`, or the rules are too long.
     """
     text = source(grammar)
     if len(text) > MAX_SOURCE:
@@ -71,8 +71,8 @@ def portable(grammar: Grammar) -> PortableGrammar:
 
 
 def source(grammar: Grammar) -> str:
-    """Return what xgrammar compiles: a structural tag as JSON for the kinds structural_tag and chat, else rules in its
-    EBNF.
+    """Return the text that xgrammar compiles. For the kinds structural_tag and chat, it is a structural tag as JSON;
+    for other kinds, rules in xgrammar's EBNF.
 
     Raises:
         GrammarError: the grammar is malformed, or uses something that is not enforced.

@@ -1,4 +1,4 @@
-"""The tokens of a model as bytes; grammars use nothing else of the tokenizer."""
+"""The tokens of a model as bytes. Grammars need nothing else from the tokenizer."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,14 +22,14 @@ BITS_OF_OCTET = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).s
 
 
 def ids_in(row: Row) -> Ids:
-    """Return the tokens that a mask allows, in order. The cost grows with the mask's nonzero words only."""
+    """Return the tokens that a mask allows, in order. Words of the mask that are zero cost almost nothing."""
     words = np.flatnonzero(row)
     at = np.flatnonzero(np.unpackbits(row[words].view(np.uint8), bitorder="little"))
     return words[at // WORD_BITS] * WORD_BITS + at % WORD_BITS
 
 
 def one_of(row: Row, random: np.random.Generator) -> int:
-    """Return a random token of those that a nonempty mask allows. Ten times faster than listing them."""
+    """Return a random one of the tokens that a nonempty mask allows. Ten times faster than listing all of them."""
     octets = row.view(np.uint8)
     ends = np.cumsum(BITS_OF_OCTET[octets], dtype=np.int64)
     at = int(random.integers(ends[-1]))
@@ -43,8 +43,8 @@ class Vocabulary:
     """`tokens[i]` is the bytes that token i writes, for each of the model's logits.
 
     The bytes are empty for tokens that no grammar allows as text: ids beyond the tokenizer's, and `stops`, the ids that
-    end an output. Special tokens are `SPECIAL` and their name. `SPECIAL` is a byte that occurs in no text, so a grammar
-    allows special tokens only by id.
+    end an output. The bytes of a special token are `SPECIAL` and the token's name. `SPECIAL` is a byte that occurs in
+    no text, so a grammar can allow a special token only by its id.
     """
 
     tokens: tuple[bytes, ...]
@@ -55,7 +55,7 @@ class Vocabulary:
         """Return the vocabulary of a model with `vocab_size` logits whose outputs end with one of `stops`.
 
         Raises:
-            ConfigError: what a token of this tokenizer writes depends on its neighbours.
+            ConfigError: the bytes that a token of this tokenizer writes depend on neighbouring tokens.
         """
         if not tokenizer.byte_wise:
             raise ConfigError(
@@ -72,7 +72,7 @@ class Vocabulary:
         return cls(tuple(texts), ends)
 
     def prepare(self) -> Self:
-        """Make all cached tables now, so that neither this process nor its forks make them later. Returns itself."""
+        """Make all cached tables now, so that neither this process nor its forks make them later. Return `self`."""
         for table in (self.info, self.stop_row, self.usable_row, self._ranks, self._longest, self._first_bytes):
             assert table is not None
         return self
@@ -84,14 +84,14 @@ class Vocabulary:
 
     @cached_property
     def info(self) -> "TokenizerInfo":
-        """xgrammar's form of the vocabulary. Made on first use, because importing xgrammar takes seconds."""
+        """The vocabulary as xgrammar's `TokenizerInfo`, made on first use, because importing xgrammar takes seconds."""
         from xgrammar import TokenizerInfo, VocabType
 
         stops = list(self.stops)
         return TokenizerInfo(list(self.tokens), VocabType.RAW, vocab_size=len(self.tokens), stop_token_ids=stops)
 
     def longest(self, text: bytes) -> list[int]:
-        """Split a text greedily into the longest matching tokens; stop where no token matches."""
+        """Split a text greedily into the longest matching tokens. The rest is left out once no token matches."""
         found: list[int] = []
         at = 0
         while at < len(text):
@@ -104,21 +104,21 @@ class Vocabulary:
         return found
 
     def shared(self, row: Row) -> bytes:
-        """Return the longest text that every continuation allowed by a mask begins with. Every allowed token begins
-        with it, or is a prefix of it. Empty if the output may end, or a special token is allowed.
+        """Return the longest text with which every continuation that a mask allows begins. Every allowed token begins
+        with this text, or is a prefix of it. If a stop token or a special token is allowed, the text is empty.
         """
         words = np.flatnonzero(row)
         if not len(words) or (row & self.stop_row).any():
             return b""
         first_byte = self.tokens[int(words[0]) * WORD_BITS + _lowest_bit(row[words[0]])][:1]
         if not first_byte or (row & self._row_without(first_byte)).any():
-            return b""  # the common case: two allowed tokens differ in their first byte, so nothing else needs a look
+            return b""  # the common case: two allowed tokens differ in their first byte, so no other check is needed
         ranks = self._ranks[ids_in(row)]
         last: bytes = self.tokens[self._order[ranks.max()]]
         if last.startswith(SPECIAL) and len(last) > 1:
             return b""
-        # Tokens are compared in sorted order. A prefix of `last` decides nothing; the first other token bounds the
-        # common prefix.
+        # Tokens are compared in sorted order. A token that is a prefix of `last` is skipped; the first other token
+        # bounds the common prefix.
         while len(ranks):
             first: bytes = self.tokens[self._order[ranks.min()]]
             if not last.startswith(first):
@@ -127,7 +127,7 @@ class Vocabulary:
         return last
 
     def _row_without(self, first_byte: bytes) -> Row:
-        """Return a mask of the tokens that do not begin with this byte, including those that write nothing."""
+        """Return a mask of the tokens that do not begin with this byte, including tokens that write nothing."""
         found = self._rows_without.get(first_byte)
         if found is None:
             found = self._rows_without[first_byte] = ~self._row_of(np.flatnonzero(self._first_bytes == first_byte[0]))
@@ -135,7 +135,7 @@ class Vocabulary:
 
     @cached_property
     def _first_bytes(self) -> NDArray[np.int16]:
-        """The first byte of each token; -1 if it writes nothing."""
+        """The first byte of each token; -1 for a token that writes nothing."""
         return np.array([text[0] if text else -1 for text in self.tokens], np.int16)
 
     @cached_property
@@ -170,7 +170,7 @@ class Vocabulary:
 
     @cached_property
     def usable_row(self) -> Row:
-        """A mask of the tokens that any grammar may allow: those that write text, and `stops`."""
+        """A mask of the tokens that a grammar without special tokens may allow: tokens that write text, and `stops`."""
         return self._row_of(at for at, text in enumerate(self.tokens) if self._writes(text)) | self.stop_row
 
     def usable_with(self, special: Iterable[int]) -> Row:

@@ -11,17 +11,17 @@ from cluster.grammar.sources import portable
 from cluster.grammar.vocabulary import Vocabulary, one_of
 
 MAX_COMPILED = 64 << 20  # bytes of a compiled grammar, in each rank that reads it, with a small vocabulary
-COMPILED_PER_ID = 1 << 10  # per id of a large vocabulary: a mask has one bit per id, so the same rules take more memory
+COMPILED_PER_ID = 1 << 10  # the same limit per id of a large vocabulary, because a mask has one bit per id
 SHOWN = 300  # characters of xgrammar's error message that a client sees
 WALKS = 3
 WALK_TOKENS = 48
 SLOW_TOKEN_S = 0.005  # processor time per token, averaged over a walk
-# The place in xgrammar's code, at the beginning of its error messages.
+# xgrammar's error messages begin with the place in xgrammar's code.
 WHERE = re.compile(r"^\[[\d:]+\] \S+:\d+: |^Check failed: \(.*?\) is false: ")
 
 
 class SlowGrammarError(GrammarError):
-    """A grammar is refused because its masks take too long."""
+    """A grammar is refused because computing its masks takes too long."""
 
 
 class Worker:
@@ -39,8 +39,8 @@ class Worker:
         """Compile a grammar, try it out, and return it as the text that ranks read (`Matchers.read`).
 
         Raises:
-            GrammarError: it is refused; the message says why.
-            SlowGrammarError: it is refused because its masks take too long.
+            GrammarError: the grammar is refused; the message says why.
+            SlowGrammarError: the grammar is refused because computing its masks takes too long.
             MemoryError: there is too little memory.
         """
         text = portable(grammar).text()
@@ -61,7 +61,7 @@ def max_compiled(ids: int) -> int:
 
 
 def shortened(reason: str) -> str:
-    """Return xgrammar's error message on one line, without the place in its code, cut to `SHOWN` characters."""
+    """Return xgrammar's error message on one line, without the place in xgrammar's code, cut to `SHOWN` characters."""
     line = " ".join(WHERE.sub("", WHERE.sub("", reason.strip())).split())
     return line if len(line) <= SHOWN else line[: SHOWN - 3] + "..."
 
@@ -71,7 +71,7 @@ def try_out(matcher: TextMatcher, vocabulary: Vocabulary, seed: int) -> None:
 
     Raises:
         GrammarError: the grammar has a dead end.
-        SlowGrammarError: its masks take too long.
+        SlowGrammarError: computing the masks takes too long.
     """
     random = np.random.default_rng(seed)
     row = np.zeros(vocabulary.words, np.int32)

@@ -1,6 +1,6 @@
-"""The step's own operators, each beside the plain twin that it must equal: `TorchKernels`, and `CKernels` on a CPU.
+"""The operators of a step: `TorchKernels` is the reference implementation; others are in C (CPU) and Triton (GPU).
 
-A folder per kernel holds its source; `c/` is what the C ones share. `build` compiles them, `library` finds and loads
-the one for this CPU. What they compute is the same on every CPU that has fused products, and a row's result does not
-depend on the rows beside it: so a row of a tree has the bits that plain decoding gives.
+Each kernel has a folder with its sources; `c/` is shared by the C kernels. `build` compiles them, and `library` loads
+the library for this CPU. C kernels give the same bits on every CPU with fused multiply-add, and a row's result does not
+depend on the other rows of the batch: so a row of a tree has the same bits as in plain decoding.
 """

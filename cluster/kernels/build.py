@@ -1,6 +1,6 @@
-"""Compiles the C kernels: a library for each level of vector instructions, kept under the digest of its sources.
+"""Compilation of the C kernels: one library for each level of vector instructions, named by the digest of its sources.
 
-Needs the standard library alone, as it runs at installation too (`setup.py`), where nothing else is there yet.
+It uses the standard library only, because `setup.py` also runs it at installation, before dependencies exist.
 """
 
 import fcntl
@@ -20,7 +20,7 @@ COMPILED = HERE / "compiled"
 KINDS = {"f64": 64, "f32": 32, "bf16": 16}
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fvisibility=default", "-Wno-psabi")
 OF_KERNEL = {"choice": ("-ffp-contract=off",)}
-"""Flags of one kernel, which come last: `choice` computes the same bits whether or not there are fused products."""
+"""Extra flags of single kernels, given after all others. `choice` must give the same bits with and without FMA."""
 X86 = {
     "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"),
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
@@ -32,25 +32,26 @@ VARIANTS: dict[str, dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
         "tiles": (("codes", "product"), ("-mavx512bf16", "-DTILES")),
     }
 }
-"""Kernels of which a level's library has others in bfloat16, for CPUs that multiply it in pairs (AVX512-BF16) or in
-tiles (AMX), and the flags for them. A compiler or assembler that does not know them makes a library without.
+"""For each level, the variants of its library, as (kernels, flags). The kernels are compiled again in bfloat16, for
+CPUs that multiply bfloat16 in pairs (AVX512-BF16) or tiles (AMX). If the compiler or assembler does not support a
+variant, the library is made without that variant.
 """
 LEVELS: dict[str, tuple[str, ...]] = X86 if platform.machine() in ("x86_64", "AMD64") else {"baseline": ()}
 TIMEOUT_S = 300
-PLACE = "compiling-"  # prefix of the folders in which libraries are compiled
+PLACE = "compiling-"  # prefix of the temporary folders in which libraries are compiled
 
 
 class BuildError(RuntimeError):
-    """The kernels cannot be compiled; the message says what the compiler did."""
+    """The kernels cannot be compiled; the message has the compiler's output."""
 
 
 def sources() -> list[Path]:
-    """The C files, one of each kernel and those that they share."""
+    """Return the C files: those of the kernels, and the shared ones in `c/`."""
     return sorted(HERE.glob("*/*.c"))
 
 
 def digest(level: str, extra: Sequence[str] = ()) -> str:
-    """Of everything that the library of a level is made of."""
+    """Return a digest of all inputs of a level's library: flags, sources and headers."""
     made = hashlib.sha256(f"{' '.join([*FLAGS, *LEVELS[level], *extra])} {OF_KERNEL} {VARIANTS}".encode())
     for path in sorted([*sources(), *HERE.glob("*/*.h")]):
         made.update(path.relative_to(HERE).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
@@ -58,19 +59,19 @@ def digest(level: str, extra: Sequence[str] = ()) -> str:
 
 
 def file_of(level: str, extra: Sequence[str] = ()) -> str:
-    """The name of the library of a level."""
+    """Return the file name of a level's library."""
     return f"aerie-{level}-{digest(level, extra)}.so"
 
 
 def compiler() -> str | None:
-    """The C compiler: `CC`, or the first of cc, gcc and clang that is there."""
+    """Return the C compiler: `CC`, or the first of cc, gcc and clang that is found; None if there is none."""
     names = [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
     return next((found for name in names if (found := shutil.which(name))), None)
 
 
 def compile_level(level: str, folder: Path, extra: Sequence[str] = ()) -> Path:
-    """The library of `level` in `folder`, compiled unless it is there; `extra` are more flags. Of several processes
-    that need it at once, as the ranks of a host, one compiles it.
+    """Return the library of `level` in `folder`, and compile it if it does not exist; `extra` are additional flags. If
+    several processes need it at the same time, as the ranks of a host do, one process compiles and the others wait.
 
     Raises:
         BuildError: there is no compiler, or it fails.
@@ -85,23 +86,23 @@ def compile_level(level: str, folder: Path, extra: Sequence[str] = ()) -> Path:
     with _alone_in(folder) as alone, tempfile.TemporaryDirectory(prefix=PLACE, dir=folder) as place:
         if alone:
             _remove_left(folder, Path(place))
-        if made.exists():
+        if made.exists():  # another process compiled it while this one waited for the lock
             return made
         commands = _commands(cc, level, place, extra)
         variants = [_commands(cc, level, place, extra, name) for name in VARIANTS.get(level, {})]
         with ThreadPoolExecutor(os.cpu_count()) as several:
             tries = [[several.submit(_ran, each) for each in variant] for variant in variants]
             list(several.map(_ran, commands))
-        for variant, tried in zip(variants, tries, strict=True):
+        for variant, tried in zip(variants, tries, strict=True):  # a variant is linked only if all of it compiled
             commands += [] if any(each.exception() for each in tried) else variant
         objects = [command[-1] for command in commands]
         _ran([cc, "-shared", *extra, *objects, "-lm", "-o", f"{place}/made.so"])
-        Path(f"{place}/made.so").replace(made)
+        Path(f"{place}/made.so").replace(made)  # atomic: no process ever loads a library that is half written
     return made
 
 
 def _remove_left(folder: Path, own: Path) -> None:
-    """Remove what processes that were killed amid compiling have left; the caller is alone in the folder."""
+    """Remove the temporary folders of processes that were killed while compiling. The caller must hold the lock."""
     for place in folder.glob(f"{PLACE}*"):
         if place != own:
             shutil.rmtree(place, ignore_errors=True)
@@ -109,7 +110,7 @@ def _remove_left(folder: Path, own: Path) -> None:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[bool]:
-    """While this lasts, other processes that ask for the same wait. Yields False where files cannot be locked."""
+    """Hold a lock on `folder`, for which other processes wait. Yields False on file systems without locks."""
     held, locked = os.open(folder, os.O_RDONLY), False
     try:
         with suppress(OSError):
@@ -121,7 +122,10 @@ def _alone_in(folder: Path) -> Iterator[bool]:
 
 
 def _commands(cc: str, level: str, place: str, extra: Sequence[str], variant: str = "") -> list[list[str]]:
-    """What compiles the kernels for each kind of number, or those that a variant has of its own; objects come last."""
+    """Return the compile commands for all kernels and number kinds, or for those of a `variant`.
+
+    The last argument of each command is its object file.
+    """
     own, more = VARIANTS[level][variant] if variant else ((), ())
     commands = []
     for path in sources():
@@ -138,6 +142,7 @@ def _commands(cc: str, level: str, place: str, extra: Sequence[str], variant: st
 
 
 def _ran(command: list[str]) -> None:
+    """Run a compiler command; raise `BuildError` if it fails or takes over `TIMEOUT_S`."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
@@ -147,7 +152,7 @@ def _ran(command: list[str]) -> None:
 
 
 def compile_all(folder: Path = COMPILED) -> list[Path]:
-    """The libraries of all levels of this architecture."""
+    """Compile and return the libraries of all levels of this architecture."""
     return [compile_level(level, folder) for level in LEVELS]
 
 

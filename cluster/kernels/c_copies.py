@@ -1,6 +1,6 @@
-"""C in place of torch's operators that copy rows, in programs that are repeated.
+"""C kernels in place of torch operators that copy rows, in captured programs on a CPU (tapes).
 
-An operator of torch takes five to ten microseconds for a few rows, and some thirty of them are in a step.
+A torch operator takes 5 to 10 microseconds for a few rows, and a step has about thirty of them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from cluster.kernels.library import Library
 
 MOST_BYTES = 1 << 20
-"""Of what is copied: torch copies more on several threads."""
+"""The most bytes that one call copies; for more, torch is faster, as it uses several threads."""
 Call = partial[None]
 aten = torch.ops.aten
 PLACES = ("table", "row_ids", "column_ids", "out")
@@ -27,16 +27,16 @@ NUMBERS = (
 
 
 class CellsStruct(Structure):
-    """`struct aerie_cells`."""
+    """The C struct `aerie_cells`, field by field."""
 
     _fields_ = (*((name, c_void_p) for name in PLACES), *((name, c_int64) for name in NUMBERS))
 
 
 class Copies:
-    """Makes calls of one library's copying kernels, each in place of an operator of torch."""
+    """Replaces torch operators by calls of one library's copying kernels."""
 
     def __init__(self, library: Library) -> None:
-        # These kernels move bytes, so the function of any dtype will do.
+        # These kernels move bytes, so the functions of any dtype serve all dtypes.
         found = (library.functions[name, torch.float32] for name in ("gather", "scatter", "place", "cells"))
         self._gather, self._scatter, self._place, self._cells = found
         self._known: dict[OpOverload, Callable[..., list[Call] | None]] = {
@@ -53,8 +53,9 @@ class Copies:
     def __call__(
         self, function: OpOverload, args: Sequence[Any], options: Mapping[str, Any], outputs: Sequence[Tensor]
     ) -> list[Call] | None:
-        """Calls that fill the output of `function(*args, **options)`; None where C does not do it. They hold the memory
-        of structures, and no other.
+        """Return calls that fill the output of `function(*args, **options)`; None if C does not support the case.
+
+        The calls keep their argument structs alive, but not the tensors to which the structs point.
         """
         known = self._known.get(function)
         if known is None or len(outputs) != 1 or not 0 < outputs[0].nbytes <= MOST_BYTES or options.keys() - {"out"}:
@@ -84,9 +85,11 @@ class Copies:
 
     def _cat(self, out: Tensor, parts: Sequence[Tensor], dim: int = 0) -> list[Call] | None:
         dim %= out.dim()
+        # `out` is `count` rows of `whole` bytes; each part fills its own columns of all rows, from byte `at` on.
         count, whole = prod(out.shape[:dim]), prod(out.shape[dim:]) * out.itemsize
         calls, at = list[Call](), out.data_ptr()
         for part in parts:
+            # A matrix whose rows are contiguous, at any row stride, joined along its columns.
             spaced = part.dim() == 2 == dim + 1 and (part.stride(1) == 1 or part.shape[1] == 1)
             if part.dtype != out.dtype or part.dim() != out.dim() or not (part.is_contiguous() or spaced):
                 return None
@@ -122,7 +125,7 @@ class Copies:
 
 
 def _strides(ids: Tensor) -> tuple[int, int]:
-    """Of a matrix of ids, in numbers."""
+    """Return the strides of a matrix of ids, in elements."""
     return ids.stride(0), ids.stride(1)
 
 

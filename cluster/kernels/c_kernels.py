@@ -1,4 +1,4 @@
-"""The kernels in C, for a CPU. What they do not serve (half precision, other devices) goes to their twins."""
+"""The kernels in C, for a CPU. Cases that they do not support (float16, GPUs, some layouts) go to `TorchKernels`."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,14 +18,16 @@ ACTIVATIONS = ("silu", "gelu_tanh", "clamped")
 
 
 def _fit(scale: Tensor, rows: Tensor) -> bool:
-    """Whether C can read `scale`, one for each of the last dimension of `rows`, as these are in memory or registers."""
+    """Return whether C can read `scale` `[H]`: it must be contiguous, in the dtype of `rows` `[.., H]` or the dtype in
+    which `rows` are summed.
+    """
     known = scale.dtype in (rows.dtype, torch.promote_types(rows.dtype, torch.float32))
     return known and scale.shape == rows.shape[-1:] and scale.is_contiguous()
 
 
 @dataclass(frozen=True, slots=True)
 class Panels(Weight):
-    """A weight `[inputs, outputs]` in panels of columns, one after the other in memory, as one expert's."""
+    """A weight `[inputs, outputs]` stored in panels of columns, laid out as a `PanelStack` of one expert."""
 
     panels: Tensor
     inputs: int
@@ -64,7 +66,7 @@ class Panels(Weight):
 
 @dataclass(frozen=True, slots=True)
 class PanelStack(Stack):
-    """The weights of E experts `[inputs, outputs]` in panels, one expert after the other."""
+    """The weights of E experts `[inputs, outputs]` stored in panels, one expert after the other."""
 
     panels: Tensor
     inputs: int
@@ -91,12 +93,12 @@ class PanelStack(Stack):
 
 
 class CKernels(TorchKernels):
-    """`Kernels` by the functions of a `library`."""
+    """`Kernels` by the C functions of a `library`."""
 
     name = "c"
 
     def __init__(self, library: Library, dtype: torch.dtype = torch.float32) -> None:
-        """`dtype` is that of the model, for what is said of these kernels."""
+        """`dtype` is the model's dtype; it only affects the descriptions `about` and `digits`."""
         joined = f", in {library.variant}" if library.variant and dtype == torch.bfloat16 else ""
         super().__init__(f"C, compiled for {library.level}{joined}")
         self.digits = f"C with {'fused' if library.fused else 'rounded'} products{joined}"
@@ -179,9 +181,11 @@ class CKernels(TorchKernels):
         return out
 
     def _laid_out(self, matrices: Tensor) -> Tensor:
-        """Panels of `[E, inputs, outputs]`, as the product of their dtype takes them."""
+        """Lay out `[E, inputs, outputs]` in the panels that the product of their dtype reads."""
         return in_tiles(matrices) if matrices.dtype in self._tiled else in_panels(matrices)
 
     def _of(self, name: str, given: Tensor) -> Function | None:
-        """The function for `given`; None: there is none."""
+        """Return the C function `name` for the dtype of `given`. Returns None if there is no such function, or if
+        `given` is not on a CPU.
+        """
         return self._functions.get((name, given.dtype)) if given.is_cpu else None

@@ -1,4 +1,4 @@
-"""C in place of torch's operators on a few numbers, in programs that are repeated: see `c_copies`."""
+"""C kernels that replace torch's arithmetic on a few numbers, in captured programs on a CPU. `c_copies` says why."""
 
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import Structure, byref, c_int64, c_void_p
@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 from cluster.kernels.library import Library
 
 MOST = 2048
-"""Numbers that are worked on: torch is faster for more."""
+"""The most numbers of one call; torch is faster for more."""
 KINDS = (torch.int64, torch.int32, torch.bool, torch.float32, torch.float64)
 FLOATS = (torch.float32, torch.float64)
 ADD, SUBTRACT, MULTIPLY, EQUAL, UNEQUAL, DIVIDE, REMAINDER, LEAST, COPY, SUM, PRODUCTS = range(11)
@@ -33,7 +33,7 @@ OPERATIONS = {
     aten.remainder.Scalar: REMAINDER,
     aten.remainder.Tensor: REMAINDER,
 }
-"""Operators of two arguments and no option."""
+"""Operators with two arguments and no options."""
 PLACES = ("a", "b", "out")
 NUMBERS = (
     *("rows", "columns", "a_kind", "a_row", "a_column", "b_kind", "b_row", "b_column"),
@@ -42,16 +42,16 @@ NUMBERS = (
 
 
 class NumbersArguments(Structure):
-    """`struct aerie_numbers`."""
+    """The C struct `aerie_numbers`, field by field."""
 
     _fields_ = (*((name, c_void_p) for name in PLACES), *((name, c_int64) for name in NUMBERS))
 
 
 class NumberKernels:
-    """Makes calls of one library's kernel `numbers`, each in place of an operator of torch."""
+    """Replaces torch operators by calls of one library's kernel `numbers`."""
 
     def __init__(self, library: Library) -> None:
-        self._run = library.functions["numbers", torch.float32]  # its arguments say what their dtypes are
+        self._run = library.functions["numbers", torch.float32]  # serves all dtypes: they are among its arguments
         known = {of: partial(self._two, operation) for of, operation in OPERATIONS.items()}
         self._known: dict[OpOverload, Callable[..., list[Call] | None]] = {
             **known,
@@ -71,7 +71,7 @@ class NumberKernels:
     def __call__(
         self, function: OpOverload, args: Sequence[Any], options: Options, outputs: Sequence[Tensor]
     ) -> list[Call] | None:
-        """Calls that fill the output of `function(*args, **options)`; None where C does not do it."""
+        """Return calls that fill the output of `function(*args, **options)`; None if C does not support the case."""
         known = self._known.get(function)
         if known is None or len(outputs) != 1 or not 0 < outputs[0].numel() <= MOST:
             return None
@@ -113,10 +113,11 @@ class NumberKernels:
         along = a.dim() == 2 and list(dims) in ([1], [-1]) and not options and out.dtype == torch.int64
         if not along or not 0 < a.numel() <= MOST:
             return None
+        # The output is expanded to the shape of `a` with stride 0 along the sum.
         return self._made(SUM, (out if keep else out[:, None]).expand(a.shape), a, a)
 
     def _made(self, operation: int, out: Tensor, a: Any, b: Any) -> list[Call] | None:
-        """One call; None if a dtype, or a shape, is not among those that C works on."""
+        """Return one call; None if C does not support a dtype or shape."""
         one, other = _tensor(a), _tensor(b)
         if one is None or other is None or out.dim() > 2:
             return None
@@ -127,7 +128,7 @@ class NumberKernels:
         given = NumbersArguments(operation=operation, floats=floats)
         given.rows, given.columns = shape = (*(1,) * (2 - out.dim()), *out.shape)
         for name, tensor in zip(PLACES, (one, other, out), strict=True):
-            whole = tensor.expand(out.shape).view(shape)
+            whole = tensor.expand(out.shape).view(shape)  # broadcast dimensions get stride 0
             setattr(given, name, tensor.data_ptr())
             setattr(given, f"{name}_kind", KINDS.index(tensor.dtype))
             setattr(given, f"{name}_row", whole.stride(0) * tensor.itemsize)
@@ -138,14 +139,16 @@ class NumberKernels:
 
 
 def _tensor(number: Any) -> Tensor | None:
-    """A tensor itself, and a whole number as one."""
+    """Return `number`, a tensor or an int, as a tensor; None if it is anything else."""
     if isinstance(number, int):
         return torch.tensor(number, dtype=torch.int64)
     return number if isinstance(number, Tensor) else None
 
 
 def _alike(operation: int, out: Tensor, a: Any, b: Any) -> bool:
-    """Whether C computes floats as torch does: all of one dtype, or compared with a small whole number."""
+    """Return whether C computes floats as torch does: sums and products in one dtype, comparisons in one dtype or with
+    a small integer, and copies from any float dtype to any other.
+    """
     if operation not in OF_FLOATS:
         return False
     same = isinstance(a, Tensor) and a.dtype in FLOATS

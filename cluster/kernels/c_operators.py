@@ -1,4 +1,4 @@
-"""C in place of torch's operators on few numbers, in programs that are repeated."""
+"""C kernels that replace small torch operators in captured programs on a CPU: copies and arithmetic."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -14,7 +14,7 @@ from cluster.kernels.library import Library
 
 
 class Operators:
-    """What `Copies` and `NumberKernels` do, as `cluster.capture.tape.Tape` asks for it."""
+    """`Copies` and `NumberKernels` together, as `cluster.capture.tape.Tape` calls them."""
 
     def __init__(self, library: Library) -> None:
         self._each = Copies(library), NumberKernels(library)
@@ -22,14 +22,14 @@ class Operators:
     def __call__(
         self, function: OpOverload, args: Sequence[Any], options: Mapping[str, Any], outputs: Sequence[Tensor]
     ) -> list[partial[None]] | None:
-        """Calls that fill the output of `function(*args, **options)`; None where C does not do it."""
+        """Return calls that fill the output of `function(*args, **options)`; None if C does not support the case."""
         found = (each(function, args, options, outputs) for each in self._each)
         return next((calls for calls in found if calls is not None), None)
 
 
 def operators_of(library: Library | None) -> Operators | None:
-    """Those of a library; None without one, and where its calls are not joined: only joined calls say which rows of
-    tables are missing.
+    """Return the operators of a library. Returns None without a library, or if its calls cannot be joined, because only
+    joined calls report accesses to rows that a table does not have.
     """
     joins = library is not None and getattr(library.functions["gather", torch.float32], "joins", None) is not None
     return Operators(library) if library is not None and joins else None

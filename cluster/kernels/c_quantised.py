@@ -1,4 +1,4 @@
-"""Quantised weights in panels, for products in C that unpack them in registers."""
+"""Quantised weights stored in panels, for C products that unpack the codes in registers."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,15 +14,17 @@ from cluster.kernels.library import Function
 from cluster.kernels.panels import columns_of, fitting_bias, fitting_ends, fitting_rows
 from cluster.kernels.quantised import Quantised
 
-KINDS = ("int4", "int8", "int8 with zeros", "fp8", "fp4")  # the numbers of codes/unpack.h
-FACTORS = {"fp8": 256.0, "fp4": 0.5}  # what C's numbers have to be multiplied by; the scales are, exactly
+KINDS = ("int4", "int8", "int8 with zeros", "fp8", "fp4")  # in the order of the enum in codes/unpack.h
+# C decodes fp8 to value / 256 and fp4 to 2 * value. The scales are multiplied by the inverse, which is exact.
+FACTORS = {"fp8": 256.0, "fp4": 0.5}
 SMALLEST_GROUP = 16
-NAN = 0x7F  # of FP8, without its sign; C takes it for a number
+NAN = 0x7F  # the code of NaN in FP8 e4m3, without its sign; C would decode it as a number
 
 
 class Codes(NamedTuple):
-    """Panels of c columns: `codes` `[E, O / c, n, c]`, n steps of one input, of fp4 two to a byte, of int4 eight to an
-    int32; `scales` and `zeros` `[E, O / c, G, c]`. O is rounded up.
+    """Quantised matrices in panels of c columns: `codes` `[E, O / c, n, c]`, `scales` and `zeros` `[E, O / c, G, c]`,
+    with O rounded up to whole panels. An element of `codes` is a byte with one input, but in fp4 a byte with two
+    inputs, and in int4 an int32 with eight.
     """
 
     codes: Tensor
@@ -36,12 +38,12 @@ class Codes(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all panels."""
+        """Bytes of codes, scales and zeros."""
         return sum(part.nbytes for part in (self.codes, self.scales, self.zeros) if part is not None)
 
 
 def knows(matrix: Quantised) -> bool:
-    """Whether C has a product for such a matrix, and each of its numbers is one in C too."""
+    """Return whether C can multiply by this matrix: it supports kind and group size, and no code of FP8 is NaN."""
     whole = matrix.groups == 1 or (matrix.group % 8 == 0 and matrix.group >= SMALLEST_GROUP)
     if matrix.kind not in KINDS or not whole or matrix.codes.is_meta:
         return matrix.kind in KINDS and whole
@@ -49,11 +51,11 @@ def knows(matrix: Quantised) -> bool:
 
 
 def in_panels(matrix: Quantised, dtype: torch.dtype) -> Codes:
-    """`[O, I]` laid out as one expert for rows of `dtype`."""
+    """Lay out a matrix `[O, I]` in panels, as a stack of one expert, for rows of `dtype`."""
     outputs, inputs = matrix.shape
     kind, each, codes = str(matrix.kind), columns_of(dtype), matrix.codes.contiguous()
     zeros = matrix.zeros
-    if kind == "int8":
+    if kind == "int8":  # c ^ 128 as a signed byte is c - 128; with zeros, (c - 128) - (z - 128) = c - z
         codes, zeros = codes ^ 128, None if zeros is None else zeros ^ 128
         kind = kind if zeros is None else "int8 with zeros"
     if kind == "fp4":
@@ -67,13 +69,13 @@ def in_panels(matrix: Quantised, dtype: torch.dtype) -> Codes:
 
 
 def _pairs(codes: Tensor) -> Tensor:
-    """Codes of four bits `[O, I]`, two to a byte, the first in the low half."""
+    """Pack 4-bit codes `[O, I]` two to a byte, the first one in the low half."""
     codes = F.pad(codes, (0, codes.shape[1] % 2))
     return codes[:, 0::2] | codes[:, 1::2] << 4
 
 
 def stacked(matrices: Iterable[Quantised], dtype: torch.dtype) -> Codes:
-    """`[O, I]` matrices that fit side by side, as experts; each is laid out before the next is asked for."""
+    """Lay out matrices `[O, I]`, which must satisfy `fit`, as experts. Each is laid out before the next is read."""
     made = [in_panels(matrix, dtype) for matrix in matrices]
     zeros = [each.zeros for each in made if each.zeros is not None]
     return made[0]._replace(
@@ -84,17 +86,17 @@ def stacked(matrices: Iterable[Quantised], dtype: torch.dtype) -> Codes:
 
 
 def _columns(given: Tensor, each: int) -> Tensor:
-    """`[O, n]` -> `[1, O / c, n, c]`."""
+    """Arrange `[O, n]` in panels of c = `each` columns: `[1, O / c, n, c]`."""
     outputs, count = given.shape
     whole = F.pad(given, (0, 0, 0, -outputs % each)).view(1, -1, each, count)
     return whole.transpose(2, 3).contiguous()
 
 
 def _product(codes: Codes, function: Function, rows: Tensor, bias: Tensor | None, ends: Tensor | None) -> Tensor:
-    """The product of `[T, I]`; `ends` as in `Stack`.
+    """Multiply rows `[T, I]` by the matrices. `ends` is as in `Stack`; it is None for a single matrix.
 
     Raises:
-        ValueError: rows of another width, dtype or device, which C would not notice.
+        ValueError: rows, bias or ends have the wrong width, dtype or device. The C code does not check this.
     """
     rows, count = fitting_rows(rows, codes.inputs, codes.dtype), rows.shape[0]
     bias = None if bias is None else fitting_bias(bias, rows, codes.outputs)
@@ -110,7 +112,7 @@ def _product(codes: Codes, function: Function, rows: Tensor, bias: Tensor | None
 
 @dataclass(frozen=True, slots=True)
 class CodePanels(Weight):
-    """A quantised weight, kept so."""
+    """A weight that stays quantised in memory."""
 
     codes: Codes
     function: Function
@@ -135,13 +137,13 @@ class CodePanels(Weight):
         return _product(self.codes, self.function, rows, bias, None)
 
     def dense(self) -> Tensor:
-        """See `Weight`; each number is a product of its own."""
+        """Return the dequantised matrix: the product of an identity matrix and the weight."""
         return self(torch.eye(self.codes.inputs, dtype=self.dtype))
 
 
 @dataclass(frozen=True, slots=True)
 class CodePanelStack(Stack):
-    """The quantised weights of E experts."""
+    """The weights of E experts, which stay quantised in memory."""
 
     codes: Codes
     function: Function

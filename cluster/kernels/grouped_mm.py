@@ -1,8 +1,10 @@
-"""Many products of different row counts as one call: the rows of each expert times that expert's matrix.
+"""Grouped matrix product: the rows of each expert times that expert's matrix, in one call.
 
-On a GPU it is torch's kernel, which reads the row counts on the device; elsewhere its twin, which runs one product for
-each expert. As an operator of its own it can be traced and recorded: nothing around it asks the host how many rows an
-expert has. Shape legend: T rows in order of their expert, H columns of a row, O of the result, E experts.
+On a GPU it uses torch's kernel, which reads the row counts on the device. Elsewhere a reference implementation runs one
+product for each expert. It is registered as a torch operator, so that it can be traced and captured without reading the
+row counts on the host.
+
+Shape legend: T rows in order of their expert, H columns of a row, O columns of the result, E experts.
 """
 
 from typing import Any
@@ -11,19 +13,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Not torch.library.custom_op, which imports torch's compiler at the first call: two seconds.
+# Not torch.library.custom_op: its first call imports torch's compiler, which takes two seconds.
 LIBRARY: Any = torch.library.Library("aerie", "DEF")  # type: ignore[no-untyped-call]
 LIBRARY.define("grouped_mm(Tensor rows, Tensor matrices, Tensor ends) -> Tensor")
 
 
 def grouped_mm(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """`[T, H]`, `[E, H, O]` -> `[T, O]`; expert e has the rows after those of e - 1, up to `ends[e]`, `[E]` int32."""
+    """Multiply rows `[T, H]` by `[E, H, O]` -> `[T, O]`. Expert e has rows `ends[e - 1]` to `ends[e] - 1`; `ends` `[E]`
+    is int32.
+    """
     out: Tensor = torch.ops.aerie.grouped_mm(rows, matrices, ends)
     return out
 
 
 def one_by_one(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """The twin of `grouped_mm`: a product for every expert that has rows. On a GPU it waits for `ends`."""
+    """Reference implementation of `grouped_mm`: one product for each expert with rows. On a GPU it waits for `ends`."""
     out, start = rows.new_empty(rows.shape[0], matrices.shape[2]), 0
     for expert, end in enumerate(ends.tolist()):
         if end > start:
@@ -41,8 +45,8 @@ def _on_gpu(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 
 def reads_ends(dtype: torch.dtype, capability: tuple[int, int]) -> bool:
-    """Whether `grouped_mm` on a GPU leaves `ends` there, so that the host waits for nothing: torch's kernel is for
-    bfloat16 on Hopper and Blackwell, else torch too makes one product after the other.
+    """Return whether `grouped_mm` on a GPU reads `ends` on the device, without a wait of the host. Torch's kernel does
+    so for bfloat16 on Hopper or Blackwell. In other cases one product runs after the other.
     """
     return dtype == torch.bfloat16 and capability[0] in (9, 10)
 

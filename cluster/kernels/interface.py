@@ -1,4 +1,4 @@
-"""What a model asks of its kernels. Shape legend: T rows, H columns, d head_dim, E experts."""
+"""The interface between models and kernels. Shape legend: T rows, H columns, d head_dim, E experts, I intermediate."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from cluster.kernels.quantised import Quantised
 
 
 class Weight(ABC):
-    """A matrix `[inputs, outputs]` that rows are multiplied by. It owns how it lies in memory, and so its product."""
+    """A matrix `[inputs, outputs]` that rows are multiplied by. Each class has its own memory layout and product."""
 
     @property
     @abstractmethod
@@ -23,20 +23,20 @@ class Weight(ABC):
     @property
     @abstractmethod
     def dtype(self) -> torch.dtype:
-        """That of rows and results."""
+        """The dtype of rows and results."""
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes that it takes."""
+        """Bytes of memory."""
 
     @abstractmethod
     def __call__(self, rows: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Rows `[T, inputs]` times the matrix, plus `bias` `[outputs]` -> `[T, outputs]`."""
+        """Return rows `[T, inputs]` times the matrix, plus `bias` `[outputs]`: `[T, outputs]`."""
 
     @abstractmethod
     def dense(self) -> Tensor:
-        """The matrix as one tensor `[inputs, outputs]`."""
+        """Return the matrix as one tensor `[inputs, outputs]`."""
 
 
 class Stack(ABC):
@@ -45,26 +45,29 @@ class Stack(ABC):
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes that it takes."""
+        """Bytes of memory."""
 
     @abstractmethod
     def __call__(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """Rows `[T, inputs]` -> `[T, outputs]`; expert e has those after e - 1's, up to `ends[e]`, `[E]` int32."""
+        """Return each row `[T, inputs]` times its expert's matrix: `[T, outputs]`.
+
+        Expert e has rows `ends[e - 1]` (0 for the first) to `ends[e] - 1`; `ends` `[E]` is int32.
+        """
 
     @abstractmethod
     def dense(self) -> Tensor:
-        """The matrices as one tensor `[E, inputs, outputs]`."""
+        """Return the matrices as one tensor `[E, inputs, outputs]`."""
 
 
 class Angles(NamedTuple):
-    """cos and signed sin of some rows, `[T, 1, d]` each, in the half-split layout: x * cos + roll(x, d / 2) * sin."""
+    """Rotary cos and signed sin of T rows, `[T, 1, d]` each, in half-split layout: x * cos + roll(x, d / 2) * sin."""
 
     cos: Tensor
     sin: Tensor
 
 
 class HeadNorms(NamedTuple):
-    """RMS norms of heads: of the first `queries` by `q` `[d]`, of the others, the keys, by `k` `[d]`."""
+    """RMS norms of heads: the first `queries` heads are scaled by `q` `[d]`, the others (keys) by `k` `[d]`."""
 
     queries: int
     q: Tensor
@@ -73,9 +76,11 @@ class HeadNorms(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """Rows that chose k experts each, `chosen` `[T, k]`, as T k places in order of the experts: `source` `[T k]` is the
-    row at each place, `expert` `[T k]` its expert, `ends` `[E]` int32 where each expert's places end, and `place`
-    `[T, k]` the place of each choice. One expert's rows stay in order.
+    """T rows with k `chosen` experts each, `[T, k]`. These T k choices are sorted by expert into T k places; choices of
+    one expert keep their order.
+
+    `source` `[T k]` is the row at each place, `expert` `[T k]` the expert. `ends` `[E]` int32 says where each expert's
+    places end. `place` `[T, k]` is the place of each choice.
     """
 
     chosen: Tensor
@@ -86,8 +91,8 @@ class Groups(NamedTuple):
 
 
 class Activation(NamedTuple):
-    """How a gate g and an up u become one number: f(g) u; `clamped` (gpt-oss): (u' + 1) g' sigmoid(alpha g'), where
-    g' is at most `limit` and u' within it.
+    """A gated activation of a gate g and an up value u: f(g) * u with f = silu or gelu_tanh. `clamped` (gpt-oss) is
+    (u' + 1) * g' * sigmoid(alpha * g') with g' = min(g, limit) and u' = clamp(u, -limit, limit).
     """
 
     kind: Literal["silu", "gelu_tanh", "clamped"] = "silu"
@@ -96,9 +101,11 @@ class Activation(NamedTuple):
 
 
 class Kernels(Protocol):
-    """The operators of a step beside attention. `name` is that of the backend, `about` says which of its kind it is, or
-    why it serves, `library` is what it is compiled into, `flashinfer` what attends where that is set. Those with the
-    same `digits` give the same bits.
+    """The operators of a step except attention.
+
+    `name`: the backend. `about`: a description for users, with the reason if it is a fallback. `digits`: kernels with
+    equal `digits` give the same bits. `library`: the compiled C library, if any. `flashinfer`: set if FlashInfer
+    attends.
     """
 
     name: str
@@ -108,47 +115,53 @@ class Kernels(Protocol):
     flashinfer: FlashInfer | None
 
     def weight(self, matrix: Tensor) -> Weight:
-        """`matrix` `[inputs, outputs]`, laid out for its products."""
+        """Return a weight from `matrix` `[inputs, outputs]`, in this backend's layout."""
         ...
 
     def stack(self, matrices: Tensor) -> Stack:
-        """`matrices` `[E, inputs, outputs]`, laid out for their products."""
+        """Return a stack from `matrices` `[E, inputs, outputs]`, in this backend's layout."""
         ...
 
     def keeps(self, matrix: Quantised, dtype: torch.dtype) -> bool:
-        """Whether rows of `dtype` can be multiplied by a matrix like this one while it stays quantised."""
+        """Return whether rows of `dtype` can be multiplied by a matrix like this one while it stays quantised."""
         ...
 
     def quantised(self, matrix: Quantised, dtype: torch.dtype) -> Weight:
-        """A weight from `matrix` `[outputs, inputs]`, for rows of `dtype`; kept as it is if `keeps` says so."""
+        """Return a weight from `matrix` `[outputs, inputs]`, for rows of `dtype`. It stays quantised if `keeps` is
+        True for the matrix.
+        """
         ...
 
     def quantised_stack(self, matrices: Iterable[Quantised], dtype: torch.dtype) -> Stack:
-        """The experts' `matrices` `[outputs, inputs]`, all of one kind, likewise."""
+        """Return a stack from the experts' `matrices` `[outputs, inputs]`, which must be of one kind. Like `quantised`,
+        it keeps them quantised if `keeps` is True for them.
+        """
         ...
 
     def norm(self, rows: Tensor, scale: Tensor, eps: float) -> Tensor:
-        """RMSNorm of `[.., H]` times `scale` `[H]`, computed in the dtype of `scale`, which may be the wider one."""
+        """Return RMSNorm of `[.., H]` times `scale` `[H]`, computed in the dtype of `scale`, which may be wider."""
         ...
 
     def add_norm(self, rows: Tensor, more: Tensor | None, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """`rows + more` `[T, H]`, and its RMSNorm."""
+        """Return the sum `rows + more` `[T, H]` (`rows` if `more` is None), and the sum's RMSNorm times `scale`."""
         ...
 
     def rotate(self, heads: Tensor, angles: Angles, norms: HeadNorms | None = None) -> None:
-        """Norm `heads` `[T, n, >= d]`, then rotate the first d numbers of each, in place."""
+        """Apply `norms`, if given, to `heads` `[T, n, >= d]`, then rotate the first d numbers of each head in place."""
         ...
 
     def activate(self, both: Tensor, activation: Activation) -> Tensor:
-        """Gates and ups side by side `[T, 2 I]` -> `[T, I]`."""
+        """Apply a gated activation to gates and ups side by side: `[T, 2 I]` -> `[T, I]`."""
         ...
 
     def group(self, chosen: Tensor, experts: int) -> Groups:
-        """Rows by the experts that they chose, `[T, k]` of `experts`."""
+        """Sort rows by expert; `chosen` `[T, k]` are expert numbers below `experts`."""
         ...
 
     def combine(self, made: Tensor, groups: Groups, weights: Tensor, bias: Tensor | None) -> Tensor:
-        """What experts `made` `[T k, H]` of rows at their places, plus each expert's `bias` `[E, H]`, times `weights`
-        `[T, k]`, added up for each row in order of its experts -> `[T, H]`.
+        """Return the weighted sum of each row's expert outputs, `[T, H]`: weights * (made + bias of the expert).
+
+        `made` `[T k, H]` are the outputs by place, `bias` `[E, H]`, `weights` `[T, k]`. The sum of a row goes in order
+        of its experts, so that it does not depend on the batch.
         """
         ...

@@ -1,6 +1,6 @@
-"""Several calls of C kernels as one call, for programs that are repeated.
+"""Joins several calls of C kernels into one call, for captured programs on a CPU.
 
-A call through ctypes takes about a microsecond, and a step of a small model makes hundreds of calls that take few
+A call through ctypes takes about a microsecond, and a step of a small model makes hundreds of calls, of a few
 microseconds each.
 """
 
@@ -12,13 +12,13 @@ from functools import partial
 from typing import Any
 
 WHOLES, FLOATS = 16, 2
-"""The most arguments of a kernel by sort, as `kernels/c/calls.c` passes them."""
+"""The most integer (or pointer) and floating-point arguments of a kernel, as in `kernels/c/calls.c`."""
 MACHINES = ("x86_64", "AMD64", "aarch64", "arm64")
-"""Those on which a function may be called with more arguments than it takes; see `kernels/c/calls.c`."""
+"""Machines whose calling convention allows more arguments than a function takes; see `kernels/c/calls.c`."""
 
 
 class CallStruct(Structure):
-    """`struct aerie_call`."""
+    """The C struct `aerie_call`, field by field."""
 
     _fields_ = (("run", c_void_p), ("wholes", c_int64 * WHOLES), ("floats", c_double * FLOATS))
 
@@ -31,7 +31,7 @@ class Joiner:
         self._run.argtypes, self._run.restype = [c_void_p, c_int64], c_int64
 
     def __call__(self, calls: Sequence[partial[None]]) -> Callable[[], None]:
-        """A function that makes the calls in order; what their pointers point to is read anew each time.
+        """Return a function that makes the calls in order. It reads the memory of pointer arguments at each run.
 
         Raises:
             TypeError: an argument is neither a number nor a pointer.
@@ -41,7 +41,7 @@ class Joiner:
 
 
 class _Joined:
-    """Calls that are one, with the memory that they read."""
+    """Several calls made as one. The object keeps the memory of their arguments alive."""
 
     def __init__(self, run: Callable[[], int], *memory: object) -> None:
         self._run, self._memory = run, memory
@@ -50,18 +50,19 @@ class _Joined:
         """Make the calls.
 
         Raises:
-            IndexError: one of them was to read or write a row that its table does not have.
+            IndexError: a call was given the index of a row that its table does not have.
         """
         if missing := self._run():
             raise IndexError(f"{missing} rows of tables were asked for that the tables do not have")
 
 
 def joiner_of(held: CDLL) -> Joiner | None:
-    """What joins calls of this library's functions; None on a machine where that is not known to work."""
+    """Return the joiner for this library's functions; None on a machine where joining is not known to work."""
     return Joiner(held) if platform.machine() in MACHINES else None
 
 
 def _call(call: partial[None]) -> CallStruct:
+    """Return the C struct of one call: its function, and its arguments split into integers and doubles."""
     found, wholes, floats = CallStruct(), 0, 0
     function: Any = call.func
     found.run = ctypes.cast(function, c_void_p).value
@@ -76,7 +77,7 @@ def _call(call: partial[None]) -> CallStruct:
 
 
 def _address(given: Any) -> int:
-    """Where a pointer points to: a number, None, or what `byref` gave."""
+    """Return the address of a pointer argument, which is a number, None, or the result of `byref`."""
     if given is None or isinstance(given, int):
         return given or 0
     if not hasattr(given, "_obj"):

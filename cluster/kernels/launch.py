@@ -1,4 +1,4 @@
-"""How a program of Triton is started, and what its makers have to know of the interpreter."""
+"""Launches of Triton kernels, and helpers for their block sizes and for Triton's interpreter."""
 
 from typing import Any
 
@@ -9,18 +9,16 @@ import triton.language as tl
 from cluster.capture.recorder import native
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
-"""Whether programs run in Triton's interpreter on a CPU (`TRITON_INTERPRET=1`). Its products of bfloat16 are wrong
-without a word, so programs widen their factors there (`WIDEN`)."""
+"""Whether kernels run in Triton's interpreter on a CPU (`TRITON_INTERPRET=1`). Its matrix products of bfloat16 are
+silently wrong, so kernels widen the factors there (`WIDEN`)."""
 WIDE = {torch.float64: tl.float64, torch.float32: tl.float32, torch.bfloat16: tl.float32, torch.float16: tl.float32}
-"""In what numbers of these dtypes are added up."""
+"""The Triton dtype in which numbers of a torch dtype are summed."""
 
 Grid = tuple[int, ...]
 
 
 def launch(program: Any, grid: Grid, *given: Any, **constants: Any) -> None:
-    """Start `program` once for each place of `grid`; not at all where one of its sides is 0. A tape replays the start
-    as one call.
-    """
+    """Launch `program` on `grid`; do nothing if a side of `grid` is 0. A tape records the launch as one call."""
     if all(grid):
         native(_started, program, grid, given, constants)
 
@@ -30,10 +28,10 @@ def _started(program: Any, grid: Grid, given: tuple[Any, ...], constants: dict[s
 
 
 def whole(size: int, least: int = 16) -> int:
-    """The power of two that holds `size` numbers, `least` or more: programs count in these."""
+    """Return the smallest power of two >= `size` and `least`: Triton's block sizes are powers of two."""
     return max(least, 1 << max(0, size - 1).bit_length())
 
 
 def warps(block: int, each: int = 128) -> int:
-    """The warps of a program that works on `block` numbers at once, a power of two, about `each` numbers to a warp."""
+    """Return the number of warps for a block of `block` numbers (a power of two): one per `each` numbers, 1 to 32."""
     return max(1, min(32, block // each))

@@ -1,4 +1,4 @@
-"""The compiled kernels for this CPU, loaded once per process, on the threads that torch computes with."""
+"""The compiled C kernels for this CPU, loaded once per process. They run on torch's threads."""
 
 import ctypes
 import logging
@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 KIND_OF = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16"}
 CAPABILITIES = {"AVX512": "avx512", "AVX2": "avx2"}
 FLAGS_OF = {"tiles": {"amx_bf16", "amx_tile", "avx512_bf16"}, "pairs": {"avx512_bf16"}}
-"""What Linux says of CPUs that have a variant of a level's library, the best one first."""
-CODES = {"p": c_void_p, "i": c_int64, "d": c_double}
+"""For each variant, the CPU flags in /proc/cpuinfo that it needs; the best variant first."""
+CODES = {"p": c_void_p, "i": c_int64, "d": c_double}  # letters of `SIGNATURES`: pointer, integer, double
 SIGNATURES = {
     "product": "ppppiiipii",
     "codes": "ppppppiiiiiipii",
@@ -44,10 +44,10 @@ Function = Callable[..., None]
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """The functions of one compiled library, by kernel and dtype. `level` are the vector instructions that it uses.
+    """The functions of one compiled library, by kernel and dtype. `level` names its vector instructions.
 
-    `variant`: how products in bfloat16 are summed, which gives bits of its own: in "pairs" (AVX512-BF16), in "tiles"
-    (AMX), or one after the other.
+    `variant` says how bfloat16 products are summed: in "pairs" (AVX512-BF16), in "tiles" (AMX), or one by one ("").
+    Results of different variants differ in their bits.
     """
 
     level: str
@@ -57,18 +57,18 @@ class Library:
 
     @property
     def fused(self) -> bool:
-        """Whether products and sums are rounded once; all libraries that do so, of one variant, give the same bits."""
+        """Whether the library uses fused multiply-add. All such libraries of one variant give the same bits."""
         return self.level != "baseline" or platform.machine() not in ("x86_64", "AMD64")
 
 
 def level_of_cpu() -> str:
-    """The best level that this CPU can run, and torch may use (`ATEN_CPU_CAPABILITY`)."""
+    """Return the best level that this CPU supports and that torch may use (`ATEN_CPU_CAPABILITY`)."""
     level = CAPABILITIES.get(torch.backends.cpu.get_cpu_capability(), "baseline")
     return level if level in LEVELS else "baseline"
 
 
 def variants_of_cpu() -> list[str]:
-    """The variants that this CPU has, the best one first."""
+    """Return the variants that this CPU supports, the best one first."""
     try:
         has = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
     except OSError:
@@ -78,8 +78,9 @@ def variants_of_cpu() -> list[str]:
 
 @cache
 def library() -> Library | None:
-    """That of this CPU: the one made at installation, else one compiled now and kept for the user. None: there is
-    neither, which is logged, and the twins serve.
+    """Return the library for this CPU. If it was not compiled at installation, compile it into the user's cache folder.
+
+    If that fails, log a warning and return None; then `TorchKernels` serves.
     """
     level, variants = level_of_cpu(), variants_of_cpu()
     try:
@@ -107,7 +108,7 @@ def _found(level: str) -> Path:
 
 
 def opened(level: str, path: Path, *variants: str) -> Library:
-    """The library at `path`, in the first of `variants` that it has and the system lets this process use."""
+    """Load the library at `path`, with the first of `variants` that it contains and that this process may use."""
     held = CDLL(str(path))
     _share_threads(held)
     variant = next((name for name in variants if _has(held, name)), "")
@@ -124,12 +125,14 @@ def opened(level: str, path: Path, *variants: str) -> Library:
 
 
 def _has(held: CDLL, variant: str) -> bool:
-    """Linux gives the registers of AMX to processes that ask for them, if it knows them."""
+    """Return whether the library contains `variant` and this process may use it. A process must ask Linux for AMX."""
     return hasattr(held, f"aerie_product_bf16_{variant}") and (variant != "tiles" or bool(held.aerie_ask_for_tiles()))
 
 
 def _share_threads(held: CDLL) -> None:
-    """Compute on the threads of torch's OpenMP runtime. Where it is another than GNU's, on the calling thread."""
+    """Let the kernels use the threads of torch's OpenMP runtime. If that runtime is not GNU's, kernels run on the
+    calling thread only.
+    """
     known = ctypes.CDLL(None)
     names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
     try:

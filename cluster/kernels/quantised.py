@@ -1,4 +1,4 @@
-"""A quantised matrix as numbers of few bits with scales, whatever format it was read from, and its plain twin.
+"""A quantised matrix as codes of few bits with scales, independent of the checkpoint's format, and its dequantisation.
 
 Shape legend: O outputs, I inputs, G groups of inputs.
 """
@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 Kind = Literal["int4", "int8", "fp8", "fp8_e5m2", "fp4"]
-MIDDLE: dict[Kind, int] = {"int4": 8, "int8": 128}  # the zero of whole numbers where a format stores none
+MIDDLE: dict[Kind, int] = {"int4": 8, "int8": 128}  # the zero point of integer codes if the format stores none
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 FLOAT8: dict[Kind, torch.dtype] = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """`(number of codes[.., o, i] - zeros[.., o, g]) * scales[.., o, g]` with g = i // group, output-major.
+    """A matrix with the elements (value(codes[.., o, i]) - zeros[.., o, g]) * scales[.., o, g], g = i // group.
 
-    A `group` of 1 is what groups become that are cut, or whose inputs do not lie together.
-    `codes` `[.., O, I]` are uint8, one to a byte: of whole numbers from 0 on, or the bits of a float of 8 or 4 bits.
-    `scales` `[.., O, G]` are float32 or bfloat16; `zeros` uint8, None: `MIDDLE`, or, of floats, 0.
+    `codes` `[.., O, I]` uint8, one to a byte, are unsigned integers, or the bits of an 8-bit or 4-bit float. `scales`
+    `[.., O, G]` are float32 or bfloat16. `zeros` `[.., O, G]` are uint8; if `zeros` is None, they are `MIDDLE` for
+    integers and 0 for floats. `group` is 1 if a shard cuts groups, or if the inputs of a group are not adjacent.
     """
 
     kind: Kind
@@ -43,7 +43,7 @@ class Quantised:
 
     @property
     def about(self) -> str:
-        """The kind of numbers and what shares a scale, in words."""
+        """A text that names the kind of codes and which inputs share a scale."""
         if self.groups == 1:
             return f"{self.kind} by output"
         return (
@@ -51,7 +51,7 @@ class Quantised:
         )
 
     def numbers(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The matrix `[.., O, I]`, dequantised: the twin of every product with it."""
+        """Return the dequantised matrix `[.., O, I]`: the reference for every product with it."""
         if self.codes.is_meta:
             return torch.empty(self.shape, dtype=dtype, device="meta")
         if (float8 := FLOAT8.get(self.kind)) is not None:
@@ -64,26 +64,28 @@ class Quantised:
         return values * self._spread(self.scales.to(dtype))
 
     def _spread(self, of_groups: Tensor) -> Tensor:
-        """`[.., G]` -> what each input has, `[.., I]`, or `[.., 1]` where all have the same."""
+        """Expand values of groups `[.., G]` to inputs `[.., I]`; with a single group they stay `[.., 1]`."""
         if self.groups == 1:
             return of_groups
         return of_groups.repeat_interleave(self.group, -1)[..., : self.shape[-1]]
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Quantised":
-        """`change`, which affects only outputs or what lies before them, made to all parts."""
+        """Return the matrix with `change` applied to codes, scales and zeros. `change` must not touch the last dim."""
         zeros = None if self.zeros is None else change(self.zeros)
         return replace(self, codes=change(self.codes), scales=change(self.scales), zeros=zeros)
 
 
 def fit(parts: Sequence[Quantised], zeros: bool = False) -> bool:
-    """Whether one kernel can take them side by side; `zeros`: also as they are, without `alike`."""
+    """Return whether the parts can be joined after `alike`: they have the same kind and groups. If `zeros`, also
+    require that all parts or none have zeros, so that `alike` need not add any.
+    """
     one = parts[0]
     same = all((p.kind, p.groups, p.group) == (one.kind, one.groups, one.group) for p in parts)
     return same and (not zeros or all((p.zeros is None) == (one.zeros is None) for p in parts))
 
 
 def alike(parts: Sequence[Quantised]) -> list[Quantised]:
-    """The parts, which `fit`, with scales of one dtype, and zeros in all or none."""
+    """Return the parts, which must `fit`, with scales of one dtype. If one part has zeros, all parts get zeros."""
     dtype = parts[0].scales.dtype
     if any(p.scales.dtype != dtype for p in parts):
         dtype = torch.float32

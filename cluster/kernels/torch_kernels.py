@@ -1,4 +1,4 @@
-"""The kernels in plain torch: what the others must equal, and what serves where they do not."""
+"""The kernels in plain torch: the reference implementation, and the fallback for cases that others do not support."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from cluster.kernels.quantised import Quantised
 
 @dataclass(frozen=True, slots=True)
 class Dense(Weight):
-    """A weight as one tensor, input-major: with the few rows of a decode or verify step a CPU multiplies it up to 1.7
+    """A weight as one input-major tensor. With the few rows of a decode or verify step, a CPU multiplies it up to 1.7
     times as fast as in the output-major layout of checkpoints.
     """
 
@@ -49,7 +49,7 @@ class Dense(Weight):
 
 @dataclass(frozen=True, slots=True)
 class DenseStack(Stack):
-    """The weights of experts as one tensor."""
+    """The weights of experts as one tensor `[E, inputs, outputs]`."""
 
     matrices: Tensor
 
@@ -86,15 +86,15 @@ class TorchKernels:
         return DenseStack(matrices)
 
     def keeps(self, matrix: Quantised, dtype: torch.dtype) -> bool:
-        """Torch multiplies by floating-point numbers alone."""
+        """Return False: torch multiplies by floating-point matrices only, so quantised weights are dequantised."""
         return False
 
     def quantised(self, matrix: Quantised, dtype: torch.dtype) -> Weight:
-        """See `Kernels.quantised`."""
+        """Dequantise the matrix; see `Kernels.quantised`."""
         return self.weight(rounded(matrix, dtype).t().contiguous())
 
     def quantised_stack(self, matrices: Iterable[Quantised], dtype: torch.dtype) -> Stack:
-        """See `Kernels.quantised_stack`."""
+        """Dequantise the matrices; see `Kernels.quantised_stack`."""
         return self.stack(torch.stack([rounded(matrix, dtype).t() for matrix in matrices]))
 
     def norm(self, rows: Tensor, scale: Tensor, eps: float) -> Tensor:
@@ -116,6 +116,7 @@ class TorchKernels:
             heads[:, n:] = self.norm(heads[:, n:], norms.k, norms.eps)
         if (d := angles.cos.shape[-1]) < heads.shape[-1]:
             heads = heads[..., :d]
+        # Half-split rotation: (x1 cos - x2 sin, x2 cos + x1 sin); `angles.sin` has the sign of its half.
         rolled = heads.roll(d // 2, -1)
         heads.mul_(angles.cos).addcmul_(rolled, angles.sin)
 
@@ -132,24 +133,26 @@ class TorchKernels:
         """See `Kernels.group`."""
         expert, order = chosen.flatten().sort(stable=True)
         ends = torch.searchsorted(expert, torch.arange(experts, device=expert.device), right=True, out_int32=True)
+        # The inverse permutation of `order`: choice order[i] is at place i.
         place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
         return Groups(chosen, order // chosen.shape[1], expert, ends, place.view_as(chosen))
 
     def combine(self, made: Tensor, groups: Groups, weights: Tensor, bias: Tensor | None) -> Tensor:
         """See `Kernels.combine`."""
         made = made if bias is None else made + bias[groups.expert]
+        # Add in order of place, that is of experts, one by one: torch.sum could use another order for another shape.
         place, rank = groups.place.sort(-1)
         parts = made.index_select(0, place.view(-1)).view(*place.shape, made.shape[1])
         return reduce(torch.add, parts.mul_(weights.gather(1, rank)[..., None]).unbind(1))
 
 
 def rounded(matrix: Quantised, dtype: torch.dtype) -> Tensor:
-    """`matrix` `[O, I]` dequantised in float32 at least, then rounded to `dtype`."""
+    """Return `matrix` `[O, I]` dequantised in float32 or wider, then rounded to `dtype`."""
     return matrix.numbers(torch.promote_types(dtype, torch.float32)).to(dtype)
 
 
 def gelu_tanh(rows: Tensor) -> Tensor:
-    """GELU in its tanh approximation."""
+    """Return GELU of `rows` in the tanh approximation."""
     return F.gelu(rows, approximate="tanh")
 
 

@@ -1,4 +1,4 @@
-"""The kernels as programs of Triton, for GPUs. Products stay torch's."""
+"""The kernels in Triton, for GPUs. Matrix products stay in torch."""
 
 import torch
 from torch import Tensor
@@ -11,12 +11,12 @@ from cluster.kernels.norm import gpu as norm
 from cluster.kernels.rotary import gpu as rotary
 from cluster.kernels.torch_kernels import TorchKernels
 
-COLUMNS = 1024  # of an activation, or of a row's results, for one program
-CHOICES = 1024  # of experts, that one program reads at once
+COLUMNS = 1024  # the most columns of an activation, or of combined expert outputs, in one program
+CHOICES = 1024  # the most expert choices that one program reads at once
 
 
 class TritonKernels(TorchKernels):
-    """`Kernels` by Triton; what lies in memory in another way than its programs read goes to the twins."""
+    """`Kernels` in Triton. Tensors in layouts that the Triton kernels cannot read go to `TorchKernels`."""
 
     name = "triton"
 
@@ -81,7 +81,9 @@ class TritonKernels(TorchKernels):
         return out
 
     def _normed(self, rows: Tensor, more: Tensor | None, total: Tensor, scale: Tensor, eps: float) -> Tensor:
-        """The norm of `rows` + `more`, which is written to `total`."""
+        """Return the norm of `rows` + `more`, and write that sum to `total`. If `more` is None, return the norm of
+        `rows`, and write no sum.
+        """
         count, size = rows.shape
         out = torch.empty_like(rows, memory_format=torch.contiguous_format)
         how = {"MORE": more is not None, "WIDE": WIDE[torch.promote_types(rows.dtype, scale.dtype)]}

@@ -1,1 +1,1 @@
-"""Pages, slots, the radix tree and the byte budget; knows nothing of models."""
+"""KV cache of one rank: pages, slots, page table, radix tree, pools and memory budget. Knows nothing of models."""

@@ -1,4 +1,4 @@
-"""How many KV pages a rank gets: for the number of tokens that is set, or for the memory that its models leave."""
+"""The number of KV pages of a rank: from the configured size, or from the memory that is free after loading models."""
 
 import hashlib
 import platform
@@ -12,24 +12,27 @@ from cluster.config import ConfigError, EngineConfig
 from cluster.distributed.mesh import Mesh
 from cluster.kv.free_memory import free_memory
 
-CPU_FRACTION = 0.3  # of the memory that is free once the models are loaded, for KV
+CPU_FRACTION = 0.3  # default share for KV of the memory that is free on a CPU after loading
 GB = 1e9
-SPARE = 0.1, 0.01  # of the measured workspace, and of a device: kept free, as an allocator may fill its blocks worse
-RESTART = 0.5  # of what stays spare, that a size which is set may take: a restart asks for what the first start found
+# Reserve, as shares of the measured workspace and of the device: a later step may fragment the allocator's blocks more.
+SPARE = 0.1, 0.01
+# Share of the reserve that a configured size may use. A start that is configured with the size which an earlier start
+# found must pass, although the later start may measure slightly less free memory.
+RESTART = 0.5
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """KV capacity of one rank in tokens, and in words what determined it."""
+    """KV capacity of one rank in tokens, and a text that says which setting or limit determined it."""
 
     tokens: int
     sized_by: str
 
 
 class Needs(NamedTuple):
-    """What a rank's device has, and what it needs beside KV caches, in bytes: `free` after loading, `weights`, the
-    `workspace` that the largest steps were measured to take, `graphs` for captured programs.
+    """Memory of a rank's device, in bytes: its `total`, what is `free` after loading, the `weights`, the measured
+    `workspace` of the largest steps, and the memory of captured programs (`graphs`).
     """
 
     total: int
@@ -40,17 +43,17 @@ class Needs(NamedTuple):
 
     @property
     def spare(self) -> int:
-        """What stays free for worse days."""
+        """The reserve that stays free; see `SPARE`."""
         return int(max(SPARE[0] * self.workspace, SPARE[1] * self.total))
 
     @property
     def left(self) -> int:
-        """What is left for KV caches; negative where the rest does not fit."""
+        """Bytes left for KV caches; negative if workspace, captured programs and reserve alone do not fit."""
         return self.free - self.workspace - self.graphs - self.spare
 
     @property
     def about(self) -> str:
-        """The sum in words."""
+        """The breakdown of the device's memory as text, for messages."""
         graphs = f", captured programs {self.graphs / GB:.3f}" if self.graphs else ""
         return (
             f"of {self.total / GB:.3f} GB weights take {self.weights / GB:.3f}, others {self.others / GB:.3f}, "
@@ -59,7 +62,7 @@ class Needs(NamedTuple):
 
     @property
     def others(self) -> int:
-        """What else is in use: other processes, the driver, collectives."""
+        """Bytes used by anything but the weights: other processes, the driver, collectives."""
         return max(0, self.total - self.free - self.weights)
 
 
@@ -72,16 +75,22 @@ def kv_capacity(
     window: int,
     needs: Needs | None = None,
 ) -> Capacity:
-    """The KV capacity of one rank, the same on every rank of the gang; called when all models are loaded.
+    """Return the KV capacity of one rank, equal on every rank of the gang. Call it after all models are loaded.
 
-    `token_bytes` is what one token takes in the pools of all runners together. `needs` are those of a device with
-    memory of its own: what they leave is the capacity, or bounds what is set. Without them, on a CPU,
-    `mem_fraction_static` decides if neither `max_total_tokens` nor `kv_cache_gb` is set: it is the part of the memory
-    that this process may still use, divided by the ranks that share it. The rank with the least decides for all; it is
-    never more than all running requests at full context could use. It may be 0, which `page_count` refuses.
+    `token_bytes` are the bytes of one token in the pools of all runners together. `needs` is given for a device with
+    its own memory, and None on a CPU. In order of precedence, the capacity is:
+
+    1. `max_total_tokens`, if set.
+    2. `kv_cache_gb`, if set.
+    3. On a device with its own memory: `mem_fraction_static` of the device minus the weights; if it is not set,
+       `needs.left`. On a CPU: `mem_fraction_static` of the free memory, divided among the ranks of the machine; the
+       rank with the least memory decides for all.
+
+    Capacities 2 and 3 never exceed what all running requests need at full context. A capacity of 0 is possible;
+    `page_count` refuses it.
 
     Raises:
-        ConfigError: the system does not tell how much memory is free, or a device has less than is set.
+        ConfigError: the system does not report its free memory, or the configured size does not fit on the device.
     """
     if needs is not None:
         return _of_device(config, needs, token_bytes, context_length, window)
@@ -105,21 +114,22 @@ def kv_capacity(
 
 
 def _most(config: EngineConfig, context_length: int, window: int) -> tuple[int, str]:
-    """The tokens of all running requests at full context, in whole pages each, and that in words."""
+    """Return the tokens of all running requests at full context, each in whole pages, and a text about them."""
     size, requests = config.page_size, config.max_running_requests
     most = requests * -(-(context_length + window) // size) * size
     return most, f"{requests} requests at the full context of {context_length} tokens need no more"
 
 
 def _of_device(config: EngineConfig, needs: Needs, token_bytes: int, context_length: int, window: int) -> Capacity:
-    """The capacity on a device; a page is kept for the sink.
+    """Return the capacity on a device with its own memory. One page is subtracted for the sink page.
 
     Raises:
-        ConfigError: more is set than is left; it says what to lower, and to what.
+        ConfigError: the configured size is larger than what is left; the message says which setting to lower, and to
+            which value.
     """
     most, enough = _most(config, context_length, window)
     left = max(0, needs.left // token_bytes - config.page_size)
-    sure = left - -(-left // 100)  # to advise: the next start measures anew, and seldom finds the same to the byte
+    sure = left - -(-left // 100)  # size to advise, 1 % below `left`: the next start may find slightly less free memory
     fits = max(0, int(needs.left + RESTART * needs.spare) // token_bytes - config.page_size)
     if config.max_total_tokens is not None:
         if config.max_total_tokens > fits:
@@ -153,10 +163,10 @@ def _too_much(needs: Needs, token_bytes: int, asked: int, left: int, remedy: str
 
 
 def page_count(config: EngineConfig, capacity: Capacity, window: int) -> int:
-    """Pages of one rank, the sink not counted.
+    """Return the number of KV pages of one rank, without the sink page.
 
     Raises:
-        ConfigError: not even a short request would fit.
+        ConfigError: the pages do not hold one window and a prompt of one token.
     """
     pages = capacity.tokens // config.page_size
     if pages * config.page_size <= window + 1:
@@ -169,7 +179,7 @@ def page_count(config: EngineConfig, capacity: Capacity, window: int) -> int:
 
 
 def _room(config: EngineConfig, ranks: int) -> tuple[int, str]:
-    """Bytes for the KV of one of the `ranks` that share a machine's memory, and in words their source."""
+    """Return the KV bytes of one of the `ranks` that share this machine's memory, and a text that explains them."""
     given = config.mem_fraction_static
     source = "" if given is not None else ", the default,"
     among = f" for each of {ranks} ranks" if ranks > 1 else ""
@@ -183,10 +193,10 @@ def _room(config: EngineConfig, ranks: int) -> tuple[int, str]:
 
 
 def _place() -> int:
-    """A number that is the same on all ranks that share this machine.
+    """Return a number that identifies this machine: all ranks on it get the same one.
 
-    It is also the same in two containers of one machine, even if each has a memory limit of its own. Each rank then
-    takes only a part of its own limit: less than it could, never more.
+    Two containers of one machine get the same number too, even if each has its own memory limit. A rank then takes only
+    a share of the limit of its container: less than possible, never more.
     """
     try:
         machine = BOOT_ID.read_text().strip()

@@ -1,13 +1,14 @@
-"""Who owns which page: a request's lease on pages of the tree and on pages of its own.
+"""Page ownership: the lease of each running request on pages of the radix tree and on pages of its own.
 
     tokens   0 ........ full pages ........ | ..... committed ........ committed + W
-    owner    | the tree's, locked by the lease | the lease's own (window at the end)  |
+    owner    | tree pages, locked by the lease | the lease's own pages (window at the end) |
 
-A page is the lease's own while it fills. As soon as all of its tokens are committed and the token after it is known, it
-becomes the tree's, while the request still runs, and others can read it; the lease keeps it locked. Where the tree has
-the same tokens already, the request goes on with the tree's page and frees its own.
+A lease owns a page while the page fills. When all tokens of the page are committed and the token after them is known,
+`publish` moves the page into the tree, while the request still runs. From then on other requests can read the page, and
+the lease keeps it locked. If the tree already has a page with the same tokens, the request switches to that page and
+frees its own.
 
-Every page is free, in the tree, or owned by exactly one lease; `check` verifies it.
+Every page is free, in the tree, or owned by exactly one lease; `check` verifies this.
 """
 
 from collections import Counter
@@ -22,8 +23,9 @@ from cluster.kv.radix import Key, Node, RadixTree, common
 
 
 class Next(NamedTuple):
-    """Pages that a request needs next: the node before them (the salt where none is), the index of the first, their
-    tokens and the one after.
+    """The pages that a request will compute next: the node before them (or the salt, if no node is before them), the
+    index of the first page, and the tokens of the pages plus the token after them. Two equal values mean that the pages
+    would be equal.
     """
 
     after: Node | int
@@ -35,9 +37,9 @@ class Next(NamedTuple):
 class Lease:
     """Pages of one running request, in token order: `len(locked)` tree pages, then `own` pages.
 
-    `cached` tokens were found in the cache when it was opened. `source` is a node whose cells the next step copies into
-    the first own page, locked until then. Of the request's `tokens`, the first `committed` have their cells. It reads
-    and shares pages of its `salt` only.
+    `cached` counts the tokens found in the cache when the lease was opened. `source` is a node whose cells the next
+    step copies into the first own page; the node is locked until then. The first `committed` of the request's `tokens`
+    have their KV cells. A lease reads and shares only pages of its own `salt`.
     """
 
     row: int
@@ -51,15 +53,15 @@ class Lease:
 
     @property
     def pages(self) -> int:
-        """Pages readable by the request."""
+        """The number of pages that the request can read."""
         return len(self.locked) + len(self.own)
 
 
 class KVCache:
-    """Pages, page table and radix tree of one rank. Indices only: the tensors are the runners' pools."""
+    """Pages, page table and radix tree of one rank. It holds indices only; the KV tensors are in the runners' pools."""
 
     def __init__(self, pages: int, table: PageTable, radix: bool) -> None:
-        """`pages` pages for as many running requests as `table` has rows; without `radix` requests share none."""
+        """Manage `pages` pages for at most `table.idle_row` requests. Without `radix`, requests share no pages."""
         self.page_size, self.table = table.page_size, table
         self._allocator = PageAllocator(pages)
         self._tree = RadixTree(table.page_size)
@@ -70,7 +72,7 @@ class KVCache:
 
     @property
     def total(self) -> int:
-        """All pages, the sink not counted."""
+        """All pages, without the sink page."""
         return self._allocator.count
 
     @property
@@ -80,25 +82,29 @@ class KVCache:
 
     @property
     def cached(self) -> int:
-        """Pages that only the tree holds: eviction can free them."""
+        """Pages in the tree that no lease locks; eviction can free them."""
         return self._tree.evictable
 
     @property
     def used(self) -> int:
-        """Pages that running requests read or own."""
+        """Pages that running requests lock or own."""
         return self.total - self.free - self.cached
 
     @property
     def free_rows(self) -> int:
-        """Requests that could still be admitted."""
+        """Unused rows of the page table: the number of requests that could still be admitted."""
         return len(self._rows)
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that hold `tokens` tokens."""
+        """The number of pages that hold `tokens` tokens."""
         return -(-tokens // self.page_size)
 
     def most_cached(self, tokens: Sequence[int], salt: int = 0, most: int | None = None) -> int:
-        """Upper bound of the tokens that `open` would find cached: whole pages that match, and less than one more."""
+        """Return an upper bound of the tokens that `open` would find cached, at most `most`.
+
+        The bound is the tokens of the matching whole pages, plus all but one cell of the next page, which `open` may
+        copy.
+        """
         if not self._radix:
             return 0
         found = min(len(self._tree.match(tokens, salt)) * self.page_size + self.page_size, len(tokens)) - 1
@@ -107,12 +113,15 @@ class KVCache:
     def open(
         self, tokens: Sequence[int], reach: int, spare: int = 0, salt: int = 0, most: int | None = None
     ) -> Lease | None:
-        """A lease for a request whose known tokens are `tokens` and which will write up to index `reach`.
+        """Return a lease for a request with the known `tokens`, with pages for its first `reach` tokens.
 
-        Locks the longest prefix cached under `salt` (which leaves at least one token to compute), takes pages for the
-        rest. Cells of the first of those that another page has already are copied in the next step, unless that other
-        page must be evicted. With `most` no more tokens than that are taken from the cache, in whole pages. None, with
-        no page changed, when rows or pages do not suffice, or fewer than `spare` pages would stay free or evictable.
+        Locks the longest prefix cached under `salt`, and takes pages for the rest. At least one token is left to
+        compute. If another page already holds the first cells of the first new page, the next step copies these cells,
+        unless the other page must be evicted. If `most` is given, at most `most` cached tokens are used, in whole
+        pages, and no cells are copied.
+
+        Returns None, and changes no page, if rows or pages are too few, or if fewer than `spare` pages would stay free
+        or evictable.
         """
         if not self._rows or spare >= self.free + self.cached:
             return None
@@ -122,7 +131,8 @@ class KVCache:
         lease = Lease(self._rows[-1], path, cached=len(path) * self.page_size, salt=salt)
         copy = self._shared_cells(lease, tokens) if self._radix and most is None else None
         wanted = self.pages_for(reach) - len(path)
-        if wanted + spare > self.free + self.cached and lease.source is not None:  # its page itself may be needed
+        if wanted + spare > self.free + self.cached and lease.source is not None:
+            # The lock on the source keeps one page from eviction. Give up the copy rather than the request.
             self._release_source(lease)
             copy = None
         if wanted + spare > self.free + self.cached or not self.grow([lease], [reach]):
@@ -138,7 +148,10 @@ class KVCache:
         return lease
 
     def grow(self, leases: Sequence[Lease], reaches: Sequence[int]) -> bool:
-        """Give every lease pages up to index `reaches[i]`, evicting cached pages if needed; all or nothing."""
+        """Give each lease i pages for its first `reaches[i]` tokens, and evict cached pages if needed.
+
+        Returns False and changes nothing if free and evictable pages do not suffice for all leases.
+        """
         wanted = [max(0, self.pages_for(reach) - lease.pages) for lease, reach in zip(leases, reaches, strict=True)]
         total = sum(wanted)
         if total == 0:
@@ -160,22 +173,27 @@ class KVCache:
         return True
 
     def publish(self, lease: Lease, tokens: Sequence[int], committed: int) -> None:
-        """After a step: the full pages of the first `committed` tokens are the tree's from now on.
+        """Move the lease's full pages of the first `committed` tokens into the tree; called after each step.
 
-        A page enters the tree only when the token after it is in `tokens`.
+        A page enters the tree only when the token after it is in `tokens`, since that token is part of its key.
         """
         if not self._radix:
             return
         self._release_source(lease)
         lease.tokens, lease.committed = tokens, committed
-        if min(committed, len(tokens) - 1) < (len(lease.locked) + 1) * self.page_size:  # no page more is full
+        if min(committed, len(tokens) - 1) < (len(lease.locked) + 1) * self.page_size:  # no further page is full
             return
         surplus, swapped = self._hand_over(lease, tokens, committed)
         self._allocator.give(surplus)
         self.table.write([lease.row] * len(swapped), swapped, [lease.locked[index].page for index in swapped])
 
     def close(self, lease: Lease, tokens: Sequence[int], committed: int) -> None:
-        """End a lease: full pages of the first `committed` tokens go to the tree as in `publish`, others are freed."""
+        """End a lease. Full pages of the first `committed` tokens go to the tree as in `publish`; other own pages are
+        freed.
+
+        Raises:
+            ValueError: the lease is already closed.
+        """
         if self._leases.pop(lease.row, None) is not lease:
             raise ValueError(f"row {lease.row} is closed twice")
         surplus, _ = self._hand_over(lease, tokens, committed) if self._radix else ([], [])
@@ -185,15 +203,16 @@ class KVCache:
         self._rows.append(lease.row)
 
     def take_copies(self) -> tuple[PageCopy, ...]:
-        """The copies that the next step begins with."""
+        """Return, and forget, the page copies that the next step must begin with."""
         copies, self._copies = tuple(self._copies), []
         return copies
 
     def next(self, tokens: Sequence[int], count: int, lease: Lease | None = None, salt: int = 0) -> Next | None:
-        """The `count` pages of `tokens` after those cached under `salt` (of a running request: after its lease's).
+        """Return the `count` pages of `tokens` after the pages cached under `salt`, or after the locked pages of
+        `lease`.
 
-        None when `tokens` end before the token after those pages, or without `radix`. Two requests with equal results
-        would compute the same pages.
+        Returns None without `radix`, or if `tokens` do not contain the token after the `count` pages. Two requests with
+        equal results would compute the same pages, so the scheduler lets one of them wait.
         """
         if not self._radix:
             return None
@@ -205,7 +224,11 @@ class KVCache:
         return Next(path[-1] if path else salt, len(path), tuple(tokens[begin : end + 1]))
 
     def _hand_over(self, lease: Lease, tokens: Sequence[int], committed: int) -> tuple[list[int], list[int]]:
-        """Turn full own pages into locked tree pages; returns surplus pages, and the indices where the page changed."""
+        """Turn full own pages into locked tree pages.
+
+        Returns the own pages that the tree did not take because it had equal pages, and their indices in the page
+        table. At these indices the caller must write the tree's pages.
+        """
         first = len(lease.locked)
         count = min(committed, len(tokens) - 1) // self.page_size - first
         if count < 1:
@@ -219,9 +242,11 @@ class KVCache:
         return surplus, [first + at for at in swapped]
 
     def _shared_cells(self, lease: Lease, tokens: Sequence[int]) -> tuple[int, int] | None:
-        """The page that has most cells of the lease's first own page already, and how many, if any.
+        """Return the page that already holds most cells of the lease's first own page, and their number, or None
+        without such a page.
 
-        It is a page of the tree, which is locked here, or one that a running request is still filling.
+        A page of the tree is locked here, as the lease's `source`. An own page of a running request needs no lock: if
+        that request ends, the copy still runs before any later step writes to the page.
         """
         nearest = self._tree.nearest(tokens, lease.locked, lease.salt)
         page, cells = (nearest[0].page, nearest[1]) if nearest else (0, 0)
@@ -230,6 +255,7 @@ class KVCache:
         last = lease.locked[-1:]
         for other in self._leases.values():
             if other.own and other.salt == lease.salt and other.locked[-1:] == last:
+                # Cell p depends on token p + 1 too (the EAGLE shift), so n common tokens are n - 1 equal cells.
                 tail = tuple(other.tokens[begin : min(begin + self.page_size, other.committed) + 1])
                 shared = common(tail, rest) - 1
                 if shared > cells:
@@ -249,10 +275,11 @@ class KVCache:
             lease.source = None
 
     def check(self) -> None:
-        """Every page has exactly one owner, is locked by those who read it, and lies where the page table says.
+        """Check that every page has exactly one owner, one lock for each lease that reads it, and the right page table
+        entry.
 
         Raises:
-            AssertionError: pages are lost or owned twice, or a lock or an entry is wrong.
+            AssertionError: a page is lost or owned twice, or a lock or a page table entry is wrong.
         """
         self._tree.check()
         own = [page for lease in self._leases.values() for page in lease.own]

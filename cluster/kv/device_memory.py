@@ -1,7 +1,8 @@
-"""The memory of a device: how much is free, and how much was taken at most while something ran.
+"""Device memory: how much is free, and the peak that was taken while something ran.
 
-What counts is what the device's allocator takes from the device, not what tensors need: it takes memory in large blocks
-and keeps what it cannot fill. Collectives, matrix libraries and other processes take memory beside it.
+Counted is the memory that the allocator takes from the device, not the sizes of tensors: the allocator takes large
+blocks, and keeps the parts that it cannot fill. Collectives, matrix libraries and other processes take memory outside
+the allocator.
 """
 
 import gc
@@ -11,62 +12,63 @@ import torch
 
 
 class DeviceMemoryError(RuntimeError):
-    """More was asked of a simulated device than it has; a real one raises `torch.OutOfMemoryError`."""
+    """Out of memory on a simulated device. A real device raises `torch.OutOfMemoryError`."""
 
 
 OUT_OF_MEMORY = torch.OutOfMemoryError, DeviceMemoryError
 
 
 class DeviceMemory(Protocol):
-    """One device, as one process sees it. All sizes are bytes."""
+    """The memory of one device, as one process sees it. All sizes are bytes."""
 
     @property
     def total(self) -> int:
-        """What the device has."""
+        """The memory of the device."""
         ...
 
     def free(self) -> int:
-        """What this process can still take, after it has given back what its allocator holds and nobody uses. Memory of
-        captured programs is theirs, though nothing in it counts as used.
+        """Release the allocator's unused blocks, then return what this process can still take. The memory of captured
+        programs stays taken, although their tensors may be freed.
         """
         ...
 
     def begin(self) -> None:
-        """Give back what nobody uses, and forget the peak."""
+        """Release the allocator's unused blocks and reset the peak."""
         ...
 
     def taken(self) -> int:
-        """What was taken at most since `begin`, beyond what was held then."""
+        """The peak of the memory in use since `begin`, minus the memory in use at `begin`."""
         ...
 
 
 class CudaMemory:
-    """The memory of a GPU. Has not run on one yet."""
+    """The memory of a GPU. Not yet tested on a GPU near its limit."""
 
     def __init__(self, device: torch.device) -> None:
+        # At `begin`: bytes reserved by torch's allocator, and bytes used outside it.
         self._device, self._held, self._beside = device, 0, 0
 
     @property
     def total(self) -> int:
-        """See `DeviceMemory.total`."""
+        """The memory of the GPU."""
         return torch.cuda.mem_get_info(self._device)[1]
 
     def free(self) -> int:
-        """See `DeviceMemory.free`."""
-        gc.collect()
+        """Empty torch's cache, then return the GPU's free memory."""
+        gc.collect()  # tensors in reference cycles would keep their blocks
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self._device)[0]
 
     def begin(self) -> None:
-        """See `DeviceMemory.begin`."""
+        """Empty torch's cache, reset the peak, and note what is in use."""
         used = self.total - self.free()
         torch.cuda.reset_peak_memory_stats(self._device)
         self._held = torch.cuda.memory_reserved(self._device)
         self._beside = used - self._held
 
     def taken(self) -> int:
-        """See `DeviceMemory.taken`; what was taken beside torch's allocator counts as it is now."""
+        """The peak since `begin`. Outside torch's allocator no peak is known, so the present use counts instead."""
         torch.cuda.synchronize(self._device)
         free, total = torch.cuda.mem_get_info(self._device)
         beside = total - free - torch.cuda.memory_reserved(self._device)
@@ -74,5 +76,5 @@ class CudaMemory:
 
 
 def memory_of(device: torch.device) -> DeviceMemory | None:
-    """The memory of a device of its own; None for a CPU, whose memory is the machine's and taken as it is written."""
+    """Return the memory of a GPU; None for a CPU, whose memory is that of the machine."""
     return CudaMemory(device) if device.type == "cuda" else None

@@ -1,10 +1,10 @@
-"""How much memory this process may still use on this machine: the machine's own, and what its cgroups leave of it."""
+"""Free memory of this process: the least of the machine's available memory and what its cgroups' limits leave."""
 
 from pathlib import Path
 
 from cluster.config import ConfigError
 
-# (controllers in /proc/self/cgroup, where they are mounted, limit, usage, what of the usage is reclaimable file cache)
+# (controller in /proc/self/cgroup, mount points, limit file, usage file, memory.stat keys of reclaimable file cache)
 V2 = ("", ("sys/fs/cgroup", "sys/fs/cgroup/unified"), "memory.max", "memory.current", ("active_file", "inactive_file"))
 V1 = (
     "memory",
@@ -16,11 +16,11 @@ V1 = (
 
 
 def free_memory(root: Path = Path("/")) -> int:
-    """Bytes that can be taken now: the least of the machine's MemAvailable and of what each cgroup around this process
-    has left of its limit (v1 and v2), file cache not counted as used. `root` is where /proc and /sys are.
+    """Return the bytes that can be allocated now: the least of MemAvailable and, for each cgroup (v1 or v2) around this
+    process, limit - usage + file cache. `root` is the folder that holds proc and sys.
 
     Raises:
-        ConfigError: /proc/meminfo does not tell.
+        ConfigError: /proc/meminfo has no MemAvailable, or cannot be read.
     """
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
@@ -32,7 +32,7 @@ def free_memory(root: Path = Path("/")) -> int:
 
 
 def _left_by_cgroups(root: Path) -> list[int]:
-    """Limit minus usage of every memory cgroup from this process's own up to the top, where there is a limit."""
+    """Return limit - usage of every memory cgroup with a limit, from this process's own up to the top."""
     try:
         entries = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
     except OSError:
@@ -43,7 +43,7 @@ def _left_by_cgroups(root: Path) -> list[int]:
             if name not in controllers.split(","):
                 continue
             for mount in mounts:
-                # In a container the path may be the host's, not mounted here; the mount's top is then its own cgroup.
+                # In a container the path may be the host's and not exist here. The mount's top is then its own cgroup.
                 own = root / mount / path.strip("/")
                 for folder in (own, *own.parents):
                     if folder.is_relative_to(root / mount):

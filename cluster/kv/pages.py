@@ -1,4 +1,4 @@
-"""Which page numbers are free. Page 0 is the sink, which padded rows write and nobody owns."""
+"""Allocation of page numbers. Page 0 is the sink page: padding rows write to it, and it has no owner."""
 
 from collections.abc import Sequence
 from heapq import heappop, heappush
@@ -7,23 +7,26 @@ SINK_PAGE = 0
 
 
 class PageAllocator:
-    """Hands out page numbers 1 to `count`, never the sink, each to one owner at a time."""
+    """Allocates page numbers 1 to `count`, never the sink page. A page has one owner at a time."""
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._free = list(range(1, count + 1))
+        self._free = list(range(1, count + 1))  # a heap, as `take` returns the lowest pages
         self._is_free = [False] + [True] * count
 
     @property
     def free(self) -> int:
-        """Pages with no owner."""
+        """The number of pages without an owner."""
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """The `count` lowest free pages, in ascending order, so that consecutive tokens mostly lie side by side.
+        """Take and return the `count` lowest free pages in ascending order.
+
+        Taking the lowest pages makes consecutive pages of a request mostly adjacent in memory, which CPU attention
+        uses.
 
         Raises:
-            MemoryError: fewer are free; nothing is taken.
+            MemoryError: fewer pages are free; nothing is taken.
         """
         if count > len(self._free):
             raise MemoryError(f"{count} pages wanted, {len(self._free)} free")
@@ -33,10 +36,10 @@ class PageAllocator:
         return taken
 
     def give(self, pages: Sequence[int]) -> None:
-        """Return pages.
+        """Free `pages`.
 
         Raises:
-            ValueError: a page that is free already, or is the sink.
+            ValueError: a page is already free, or is the sink page.
         """
         for page in pages:
             if page == SINK_PAGE or self._is_free[page]:

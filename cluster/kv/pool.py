@@ -1,4 +1,4 @@
-"""KV memory of one model runner."""
+"""The KV pool of one model runner: the tensor that holds the cells of all its layers."""
 
 from collections.abc import Sequence
 from math import prod
@@ -9,21 +9,23 @@ import torch
 from torch import Tensor
 
 from cluster.arch.cell import CodedCell
+from cluster.arch.layer import LayerGeometry
 from cluster.batch import PageCopy
 
 
 class SlotMemory(Protocol):
-    """Any memory that is indexed by slot."""
+    """Memory indexed by slot, whose rows move when accepted tokens are compacted or pages are copied."""
 
     def move_kv_cache(self, destination: Tensor, source: Tensor) -> None:
-        """Copy slot `source[i]` onto `destination[i]`; all sources are read before any is written.
+        """Copy slot `source[i]` to slot `destination[i]`. All sources are read before any slot is written.
 
-        Of slots `[R, n]` each row has its own.
+        If the slots have the shape `[R, n]`, no row may use a slot of another row, so that rows can be moved in
+        parallel.
         """
         ...
 
 
-ALIGNMENT = 64  # bytes, torch's own on a CPU
+ALIGNMENT = 64  # bytes; the alignment that torch gives CPU tensors
 
 
 Cell = tuple[int, int, int]
@@ -31,8 +33,8 @@ Cell = tuple[int, int, int]
 
 
 class KVPool:
-    """`kv[layer, slot]` is a cell: k and v side by side, so that one index copies or gathers both; in FP8 with their
-    scales. `cell` and `dtype` are those of k and v as they are computed.
+    """The KV cache tensor `kv[layer, slot]`. A cell holds k and v side by side, so that one index copies or gathers
+    both. An FP8 cell also holds their scales. `cell` and `dtype` are the shape and dtype in which k and v are computed.
     """
 
     def __init__(
@@ -44,31 +46,39 @@ class KVPool:
         device: torch.device,
         coded: CodedCell | None = None,
     ) -> None:
-        """`slots` counts the sink page too. `coded`: cells are kept so. All zeros, as steps that are only timed read
-        cells before any write.
+        """Allocate `slots` slots, those of the sink page included. With `coded`, cells are stored in that FP8 layout.
+
+        The memory starts as zeros, because steps that run only for timing read cells that were never written.
         """
         self.layers, self.slots, self.cell, self.dtype, self.coded = layers, slots, cell, dtype, coded
         shape, kept = (cell, dtype) if coded is None else ((coded.nbytes,), torch.uint8)
         self.kv = zeros((layers, slots, *shape), kept, device)
 
     def move_kv_cache(self, destination: Tensor, source: Tensor) -> None:
-        """See `SlotMemory.move_kv_cache`; in every layer."""
+        """Copy cells from slot to slot in every layer; see `SlotMemory.move_kv_cache`."""
         self.kv.index_copy_(1, destination.reshape(-1), self.kv.index_select(1, source.reshape(-1)))
 
 
 def cells_of(copies: Sequence[PageCopy], page_size: int) -> list[int]:
-    """The slots that `copies` write, then those that they read, in the same order."""
+    """Return the slots that `copies` write, followed by the slots that they read, in the same order."""
     written = [copy.target * page_size + cell for copy in copies for cell in range(copy.tokens)]
     return written + [copy.source * page_size + cell for copy in copies for cell in range(copy.tokens)]
 
 
 def slot_bytes(layers: int, cell: Cell, dtype: torch.dtype, coded: CodedCell | None = None) -> int:
-    """Bytes that one token takes in a pool."""
+    """Return the bytes of one token in a pool of `layers` layers."""
     return layers * (prod(cell) * dtype.itemsize if coded is None else coded.nbytes)
 
 
+def pool_bytes(layers: Sequence[LayerGeometry], dtype: torch.dtype, fp8: bool) -> int:
+    """Return the bytes of one token in the pool of `layers`, in FP8 or in `dtype`."""
+    return slot_bytes(len(layers), layers[0].cell, dtype, layers[0].coded_cell if fp8 else None)
+
+
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that on a CPU take memory only where they are written: numpy's calloc, as torch.zeros fills at once."""
+    """Return a tensor of zeros. On a CPU, its memory pages are taken only when they are written: numpy uses calloc, but
+    torch.zeros would fill them at once.
+    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = prod(shape) * dtype.itemsize

@@ -1,13 +1,14 @@
-"""The radix tree over whole pages: who cached which prefix.
+"""The radix tree: cached prefixes, one node for each whole page.
 
-A page is keyed by its own tokens *and the token after it*: the draft's cell at position p is made of token p + 1, so a
-page is reusable by the draft only where the following token matched too (the EAGLE shift).
+The key of a page is its own tokens *and the token after it*, so it has page_size + 1 tokens. The draft's cell at
+position p is computed from token p + 1 (the EAGLE shift), so the draft can reuse a page only if the next token matches.
 
-Each salt has a tree of its own: pages under different salts never match, so nobody can tell from the speed of an answer
-what was sent under another salt. Salt 0 is that of requests without one.
+Each salt has its own tree. Pages under different salts never match, so response times reveal nothing about prompts that
+were sent under another salt. Requests without a salt use salt 0.
 
-The next page to evict is the head of one list, the unlocked pages in order of last use. Using a page also uses all its
-ancestors, which are put behind it in the list; so the head never has a child: it is the least recently used leaf.
+A node is locked while a lease reads its page, and unlocked otherwise. All unlocked nodes are in one list, least
+recently used first; eviction takes the head. When a node is used, it moves to the end of the list, and then each of its
+ancestors moves behind it. So children come before their parents, and the head is always the least recently used leaf.
 """
 
 from bisect import bisect_left
@@ -21,9 +22,9 @@ Key = tuple[int, ...]
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One cached page. `children` are in order of their keys; `locks` counts running requests that read it.
+    """One cached page. `children` are sorted by key; `locks` counts the leases that read the page.
 
-    The root of a salt has no page and no parent, and the salt for a key.
+    The root of a salt has page -1, no parent, and the key `(salt,)`.
     """
 
     key: Key
@@ -33,7 +34,7 @@ class Node:
     locks: int = 0
 
     def find(self, key: Key) -> tuple[int, "Node | None"]:
-        """The index at which a child with `key` is or would be, and the child, if there is one."""
+        """Return the index where a child with `key` is or would be inserted, and the child, or None."""
         at = bisect_left(self.children, key, key=_key_of)
         found = at < len(self.children) and self.children[at].key == key
         return at, self.children[at] if found else None
@@ -43,15 +44,15 @@ _key_of = attrgetter("key")
 
 
 class RadixTree:
-    """Match, insert, lock and evict page-aligned prefixes. Pages in the tree are immutable.
+    """Matches, inserts, locks and evicts page-aligned prefixes. Pages in the tree are immutable.
 
-    The cost of an operation depends on its pages, not on the size of the tree, except for a search among siblings.
+    The cost of an operation grows with its pages, not with the tree, except for a binary search among siblings.
     """
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
         self.pages = 0
-        self._roots: dict[int, Node] = {}  # by salt, those with children
+        self._roots: dict[int, Node] = {}  # by salt; only roots that have children
         self._unlocked: OrderedDict[Node, None] = OrderedDict()  # least recently used first, children before parents
 
     @property
@@ -60,14 +61,17 @@ class RadixTree:
         return len(self._unlocked)
 
     def _keys(self, tokens: Sequence[int], start: int = 0) -> Iterator[Key]:
-        """The keys of the whole pages of `tokens` from page `start` on, those whose following token is known."""
+        """Yield the keys of the whole pages of `tokens` from page `start` on whose following token is in `tokens`."""
         size = self.page_size
+        # The last page starts at most at len(tokens) - size - 1: `size` tokens and the one after it must exist.
         for i in range(start * size, len(tokens) - size, size):
             yield tuple(tokens[i : i + size + 1])
 
     def match(self, tokens: Sequence[int], salt: int = 0) -> list[Node]:
-        """The nodes of the longest prefix of `tokens` cached under `salt`, root excluded; at least one token stays
-        unmatched.
+        """Return the nodes, without the root, of the longest prefix of `tokens` cached under `salt`.
+
+        At least one token stays unmatched, because a key includes the token after its page. The returned nodes count as
+        used now.
         """
         path: list[Node] = []
         node = self._roots.get(salt)
@@ -83,17 +87,18 @@ class RadixTree:
         return path
 
     def nearest(self, tokens: Sequence[int], path: Sequence[Node], salt: int = 0) -> tuple[Node, int] | None:
-        """The child of `path`, or of the salt's root, that shares most cells with `tokens`, and how many; None when no
-        cell is shared.
+        """Return the child of the last node of `path` (or of the salt's root) that shares most cells with the `tokens`
+        after `path`, and the number of these cells. Returns None if no cell is shared.
 
-        A cell is shared only if the token after it is the same too, so n common tokens are n - 1 cells.
+        A cell depends on the token after it too, so n common tokens are n - 1 shared cells.
         """
         node, start = path[-1] if path else self._roots.get(salt), len(path) * self.page_size
         if node is None:
             return None
         rest = tuple(tokens[start : start + self.page_size + 1])
         at, _ = node.find(rest)
-        siblings = node.children[max(0, at - 1) : at + 1]  # the longest common prefix is with a neighbour
+        # In sorted order, the longest common prefix with `rest` is at a neighbour of the place where `rest` belongs.
+        siblings = node.children[max(0, at - 1) : at + 1]
         shared, best = max(((common(child.key, rest) - 1, child) for child in siblings), key=_first, default=(0, node))
         if shared < 1:
             return None
@@ -103,10 +108,11 @@ class RadixTree:
     def insert(
         self, tokens: Sequence[int], pages: Sequence[int], after: Sequence[Node] = (), salt: int = 0
     ) -> list[Node]:
-        """Add `pages`, which hold the `tokens` that follow those of the nodes `after`, all under `salt`.
+        """Add `pages` under `salt`. `tokens` are all tokens of the sequence; `pages` hold the tokens after the nodes of
+        `after`.
 
-        Returns the node of every page whose following token is in `tokens`. Where the tree had those tokens
-        already, the node has another page; pages that the tree did not take are the caller's to free.
+        Returns one node for each page whose following token is in `tokens`. If the tree already had a node with the
+        same key, that node is returned; its page differs from the given one, which the caller frees.
         """
         node = after[-1] if after else self._roots.get(salt) or Node((salt,), -1, None)
         nodes: list[Node] = []
@@ -117,7 +123,7 @@ class RadixTree:
                 node.children.insert(at, child)
                 self.pages += 1
                 self._unlocked[child] = None
-                if node.parent is None:
+                if node.parent is None:  # a new root is kept from its first child on
                     self._roots[salt] = node
             nodes.append(child)
             node = child
@@ -125,19 +131,21 @@ class RadixTree:
         return nodes
 
     def lock(self, path: Sequence[Node]) -> None:
-        """Keep these nodes until `unlock`. A caller that locks a node must hold locks on all its ancestors."""
+        """Protect the nodes of `path` from eviction until `unlock`. Precondition: the caller has locked every ancestor
+        of these nodes, or the ancestor is in `path` too.
+        """
         for node in path:
             if node.locks == 0:
                 del self._unlocked[node]
             node.locks += 1
 
     def unlock(self, path: Sequence[Node]) -> None:
-        """Undo one `lock` of these nodes, given parents first; they count as used now.
+        """Undo one `lock` of each node of `path`, in which parents come first. The nodes count as used now.
 
         Raises:
             ValueError: a node is not locked.
         """
-        for node in reversed(path):
+        for node in reversed(path):  # children first, as they must come before their parents in `_unlocked`
             if node.locks == 0:
                 raise ValueError(f"page {node.page} is unlocked twice")
             node.locks -= 1
@@ -145,11 +153,11 @@ class RadixTree:
                 self._unlocked[node] = None
 
     def root(self, salt: int) -> Node | None:
-        """The node before the first pages of a salt; None while no page is cached under it."""
+        """Return the root of a salt's tree; None while no page is cached under the salt."""
         return self._roots.get(salt)
 
     def evict(self, count: int) -> list[int]:
-        """Drop the least recently used unlocked leaf, `count` times or until none is left; returns their pages."""
+        """Remove the least recently used unlocked leaf, `count` times or until none is left; return the freed pages."""
         freed: list[int] = []
         while len(freed) < count and self._unlocked:
             node, _ = self._unlocked.popitem(last=False)
@@ -163,7 +171,7 @@ class RadixTree:
         return freed
 
     def nodes(self) -> Iterator[Node]:
-        """All nodes of all salts, roots excluded, parents before children."""
+        """Yield all nodes of all salts without the roots, parents before children."""
         stack = [child for root in self._roots.values() for child in root.children]
         while stack:
             node = stack.pop()
@@ -171,10 +179,10 @@ class RadixTree:
             stack.extend(node.children)
 
     def check(self) -> None:
-        """Check that the list of unlocked nodes agrees with the tree.
+        """Check that the list of unlocked nodes, the page count and the roots agree with the tree.
 
         Raises:
-            AssertionError: it does not; the message names the page.
+            AssertionError: they do not.
         """
         order = {node: at for at, node in enumerate(self._unlocked)}
         count = 0
@@ -190,14 +198,19 @@ class RadixTree:
         assert all(root.children and root.key == (salt,) for salt, root in self._roots.items()), "a salt has no page"
 
     def _use(self, node: Node) -> None:
-        """Mark `node` and its ancestors as used now, but not locked ones: unlocking marks those."""
+        """Mark `node` and its unlocked ancestors as used now.
+
+        The loop stops at the first locked node: by the precondition of `lock` all ancestors of a locked node are
+        locked, and `unlock` will mark them. A child moves before its parent, so children stay before parents in the
+        list.
+        """
         while node.locks == 0 and node.parent is not None:
             self._unlocked.move_to_end(node)
             node = node.parent
 
 
 def common(one: Key, other: Key) -> int:
-    """Length of the common prefix of two keys."""
+    """Return the length of the common prefix of two keys."""
     for at, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:
             return at

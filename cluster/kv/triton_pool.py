@@ -1,4 +1,4 @@
-"""A pool whose windows are compacted by one program of Triton, over all layers."""
+"""A KV pool that compacts windows with one Triton kernel launch over all layers."""
 
 from math import prod
 
@@ -8,14 +8,18 @@ from cluster.kernels.launch import launch, whole
 from cluster.kernels.move import gpu
 from cluster.kv.pool import KVPool
 
-NUMBERS = 128  # of a cell, for one program
+NUMBERS = 128  # elements of a cell that one program moves
 
 
 class TritonPool(KVPool):
-    """A `KVPool` for programs of Triton."""
+    """A `KVPool` whose moves within windows run in Triton."""
 
     def move_kv_cache(self, destination: Tensor, source: Tensor) -> None:
-        """See `SlotMemory.move_kv_cache`; what has no rows of its own, such as copies of pages, is torch's."""
+        """Move slots `[R, n]` in Triton, and slots `[n]`, such as page copies, with torch; see `SlotMemory`.
+
+        One Triton program moves all slots of a row: it reads all of them before it writes. Slots `[n]` may overlap
+        across programs, so torch moves them.
+        """
         if destination.dim() != 2:
             super().move_kv_cache(destination, source)
             return

@@ -1,1 +1,1 @@
-"""Target and draft families, checkpoint formats, and the registry that tells them apart."""
+"""Target and draft models: layers, loading from checkpoints (quantised formats too), runners, registry."""

@@ -1,4 +1,4 @@
-"""What putting tensors together takes."""
+"""Concatenation and selection of tensors that are also fast on the meta device."""
 
 from collections.abc import Sequence
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """`torch.cat` that is cheap on the meta device, where checks of headers build the model first.
+    """Return `torch.cat(parts, dim)`; fast on the meta device, on which models are built to check headers.
 
-    torch's own would import its compiler there, which takes seconds, longer than the rest of such a check.
+    On the meta device `torch.cat` would import torch's compiler, which takes longer than the rest of the check.
     """
     first = parts[0]
     if first.device.type != "meta":
@@ -20,7 +20,7 @@ def joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 
 def chosen(given: Tensor, index: Tensor, dim: int) -> Tensor:
-    """`torch.index_select`, as cheap on the meta device as `joined`."""
+    """Return `torch.index_select(given, dim, index)`; fast on the meta device, as `joined` is."""
     if given.device.type != "meta":
         return given.index_select(dim, index.to(given.device))
     shape = list(given.shape)

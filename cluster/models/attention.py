@@ -1,4 +1,4 @@
-"""Attention blocks: grouped-query attention on packed projections, and latent attention in its absorbed form.
+"""Attention blocks: grouped-query attention with packed projections, and latent attention (MLA) in its absorbed form.
 
 Shape legend: T rows, H hidden, nh query heads, nkv kv heads, d head_dim.
 A block knows neither pages nor ranks: `Attend` is the one attention primitive.
@@ -16,10 +16,10 @@ from cluster.models.exchange import TokenExchange
 
 
 class Attend(Protocol):
-    """Writes this layer's new k and v, then attends: q `[T, nh, d]`, kv `[T, 2, nkv, d]` -> `[T, nh * d]`.
+    """Writes a layer's new k and v to the pool, then attends: q `[T, nh, d]`, kv `[T, 2, nkv, d]` -> `[T, nh * d]`.
 
-    A latent layer passes kv `[T, 1, 1, d]`; its values are the first of those d numbers. `sinks` `[nh]` are logits that
-    join each head's softmax without a value.
+    A latent layer passes kv `[T, 1, 1, d]`; its values are the first `kv_rank` of these d numbers. `sinks` `[nh]` are
+    extra logits in each head's softmax that have no value.
     """
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
@@ -28,22 +28,22 @@ class Attend(Protocol):
 
 
 class GrownQueries:
-    """Attention whose queries at position p are multiplied by 1 + beta log(1 + p // length) (Llama 4, Ministral 3)."""
+    """An `Attend` that multiplies queries at position p by 1 + beta log(1 + p // length) (Llama 4, Ministral 3)."""
 
     def __init__(self, attend: Attend, positions: Tensor, length: int, beta: float) -> None:
         self._attend = attend
         self._growth = 1 + beta * torch.log1p((positions // length).double())
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """See `Attend`."""
+        """Scale the queries, then attend."""
         return self._attend(layer, q * self._growth.to(q.dtype)[:, None, None], kv, sinks)
 
 
 @dataclass(frozen=True, slots=True)
 class SelfAttention:
-    """Packed q, k, v projection, rope on q and k, the attention primitive, output projection; this rank's heads.
+    """This rank's heads: packed q, k, v projection, rope on q and k, the attention primitive, output projection.
 
-    `gated`: the packed projection ends with a gate per head, whose sigmoid multiplies attention's output.
+    If `gated`, the packed projection ends with gates `[nh, d]`; their sigmoid multiplies the output of attention.
     """
 
     kernels: Kernels
@@ -60,6 +60,7 @@ class SelfAttention:
 
     def __call__(self, rows: Tensor, angles: Angles, attend: Attend, layer: int, exchange: TokenExchange) -> Tensor:
         """`[T, in]` -> `[T, H]`; `in` is H, or 2 H in the first layer of an EAGLE-3 draft."""
+        # Packed heads per row: nh of q, nkv of k, nkv of v, and nh of gates if `gated`.
         count, rotated = rows.shape[0], self.heads + self.kv_heads
         end = rotated + self.kv_heads
         blocks = end + (self.heads if self.gated else 0)
@@ -77,8 +78,8 @@ class SelfAttention:
 class LatentAttention:
     """Multi-head latent attention, absorbed (arXiv 2405.04434, 2.1.2): queries are projected into the latent space.
 
-    One cell per token is cached for all heads: its normed latent and its rotated key. `keys` `[nh, nope, r]` and
-    `values` `[nh, r, v]` are the two halves of `kv_b_proj`. `q_down` None: queries are projected directly.
+    The pool holds one cell per token for all heads: the normed latent and the rotated key. `keys` `[nh, nope, r]` and
+    `values` `[nh, r, v]` are the two parts of `kv_b_proj`. If `q_down` is None, queries have no low-rank projection.
     """
 
     kernels: Kernels
@@ -97,7 +98,7 @@ class LatentAttention:
     heads: int
 
     def __call__(self, rows: Tensor, angles: Angles, attend: Attend, layer: int, exchange: TokenExchange) -> Tensor:
-        """`[T, in]` -> `[T, H]`."""
+        """`[T, in]` -> `[T, H]`; `in` as in `SelfAttention`."""
         count, sizes, kernels = rows.shape[0], self.sizes, self.kernels
         queries = rows
         if self.q_down is not None and self.q_norm is not None:
@@ -109,6 +110,8 @@ class LatentAttention:
         cell = cell.view(count, 1, 1, sizes.kv_rank + sizes.rope)
         kernels.rotate(cell[:, 0, :, sizes.kv_rank :], angles)
         kernels.rotate(q[..., sizes.nope :], angles)
+        # q . (K c) = (q K) . c: multiply the queries by `keys`, not the cached latents c. Multiply by `values` after
+        # attention. So attention reads the latents as they are.
         absorbed = torch.bmm(q[..., : sizes.nope].transpose(0, 1), self.keys).transpose(0, 1)
         seen = attend(layer, torch.cat([absorbed, q[..., sizes.nope :]], -1), cell)
         seen = torch.bmm(seen.view(count, self.heads, sizes.kv_rank).transpose(0, 1), self.values)

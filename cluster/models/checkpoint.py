@@ -1,4 +1,4 @@
-"""Strict reading of safetensors folders: a tensor that nothing uses is an error."""
+"""Strict reading of safetensors folders: a tensor that the model does not use is an error."""
 
 import logging
 import re
@@ -39,12 +39,12 @@ Matrix = Tensor | Quantised
 
 
 def as_it_is(name: str) -> str:
-    """The same name."""
+    """Return `name`: for checkpoints whose names need no translation."""
     return name
 
 
 class Checkpoint:
-    """The tensors of one folder under normalised names; only headers are read until a tensor is taken."""
+    """The tensors of one folder under normalised names. Only headers are read until a tensor is taken."""
 
     def __init__(
         self,
@@ -53,10 +53,10 @@ class Checkpoint:
         ignored: tuple[str, ...] = (),
         dry: bool = False,
     ) -> None:
-        """Open the headers of the one file, or of those that its index lists.
+        """Read the headers of the folder's file, or of the files that its index lists.
 
         `stored_name` turns a requested name into the checkpoint's; `ignored` are patterns of tensors that may stay
-        unused. When `dry`, tensors are checked as usual, but come without data, on the meta device.
+        unused. If `dry`, tensors are checked as usual, but have no data and are on the meta device.
 
         Raises:
             ConfigError: a file is missing, is not valid safetensors, or two files hold the same tensor.
@@ -72,7 +72,7 @@ class Checkpoint:
         self.shapes = with_whole(held, self.quantisation)
 
     def holds(self, name: str) -> bool:
-        """Whether there is a tensor `name`."""
+        """Whether the checkpoint has a tensor `name`."""
         return self._stored_name(name) in self._files
 
     def take(
@@ -83,7 +83,7 @@ class Checkpoint:
         columns: Span | None = None,
         expert: int | None = None,
     ) -> Tensor:
-        """`matrix` as a tensor: a quantised one is dequantised, to float32."""
+        """Return `matrix(..)` as a tensor; a quantised matrix is dequantised to float32."""
         held = self.matrix(name, shape, rows, columns, expert)
         if isinstance(held, Tensor):
             return held
@@ -99,14 +99,14 @@ class Checkpoint:
         expert: int | None = None,
         device: torch.device | None = None,
     ) -> Matrix:
-        """The tensor `name`, checked against `shape` and counted as used, on `device`, else on the CPU; quantised if it
-        is so on disk.
+        """Return the tensor `name` on `device` (None: the CPU), checked against `shape` and counted as used. A matrix
+        that is quantised on disk stays quantised.
 
-        `rows` and `columns` limit what is read of the last two dimensions (a vector has only rows), `expert` selects
-        one entry of a stack of experts.
+        `rows` and `columns` limit the last two dimensions to a span (a vector has only rows), `expert` selects one
+        entry of a stack of experts.
 
         Raises:
-            ConfigError: missing, or of another shape; the message names tensor and file.
+            ConfigError: the tensor is missing or of another shape; the message names tensor and file.
         """
         stored = self._stored_name(name)
         quantised = format_of(self, stored)
@@ -119,14 +119,14 @@ class Checkpoint:
         return self.read(stored, (*(() if expert is None else (expert,)), *_slices(rows, columns)), device)
 
     def has(self, stored: str) -> bool:
-        """Whether there is a tensor of that name on disk."""
+        """Whether the tensor `stored` exists."""
         return stored in self._files
 
     def entry(self, stored: str, shape: tuple[int, ...] | None = None) -> TensorLocation:
-        """Where it lies, counted as used.
+        """Return where the tensor `stored` lies, and count it as used.
 
         Raises:
-            ConfigError: missing, or of another shape.
+            ConfigError: the tensor is missing or of another shape.
         """
         if stored not in self._files:
             raise missing_tensor(self.folder, stored)
@@ -137,29 +137,30 @@ class Checkpoint:
         return entry
 
     def skip(self, stored: str) -> None:
-        """Count it as used if it is there."""
+        """Count the tensor `stored` as used, if it exists."""
         self._taken.add(stored)
 
     def scheme(self, stored: str) -> Scheme:
-        """What the config says of the quantised matrix `stored`; configs name modules as checkpoints do."""
+        """Return the scheme that the config gives for the quantised matrix `stored`."""
+        # Configs name modules as the checkpoint does on disk (`raw`), or by the normalised name.
         module = stored.removesuffix(".weight")
         raw = self._files[place_of(self, stored)][1].rpartition(".")[0]
         return self.quantisation.of(raw, f"model.{module}", module)
 
     def wrong(self, stored: str, problem: str) -> ConfigError:
-        """That there is a `problem` with it; the message names it and its file."""
+        """Return an error about the tensor `stored`; the message names it, its file and the `problem`."""
         path, raw, _ = self._files[stored]
         return ConfigError(f"tensor {raw!r} in {str(path)!r} {problem}")
 
     def read(self, stored: str, index: Index = (), device: torch.device | None = None) -> Tensor:
-        """A copy of what `index` selects of it, on `device`, else on the CPU."""
+        """Return a copy of what `index` selects of the tensor `stored`, on `device` (None: the CPU)."""
         entry, dtype = self.entry(stored), DTYPES[self._files[stored][2].dtype]
         if self._dry:
             return torch.empty(entry.shape, dtype=dtype, device="meta")[index].clone()
         return self.reader.read(self._files[stored][0], entry.start, entry.shape, dtype, index, device)
 
     def elsewhere(self, name: str, shape: tuple[int, ...]) -> None:
-        """Check and count a tensor, and what belongs to it, as `matrix` does, but read nothing: another rank has it.
+        """Check and count a tensor of another rank (and its scales) as `matrix` does, without reading data.
 
         Raises:
             ConfigError: as `matrix`.
@@ -171,17 +172,18 @@ class Checkpoint:
             self._dry = dry
 
     def drop(self, name: str) -> None:
-        """Count `name`, if present, as accounted for without reading it."""
+        """Count `name`, if it exists, as used, without reading it."""
         self._taken.add(self._stored_name(name))
 
     def finish(self) -> list[str]:
-        """Refuse tensors that nothing used, and close the files; what became of quantised weights, in words.
+        """Close the files; return notes for the user, such as the tally of quantised weights.
 
         Raises:
-            ConfigError: such tensors exist; the message names them and their file.
+            ConfigError: some tensors were not used and may not be ignored; the message names them and a file.
         """
         unused = self._files.keys() - self._taken
         left = {name for name in unused if not any(pattern.search(name) for pattern in self._ignored)}
+        # Writers of AWQ and GPTQ store biases of zeros for layers without a bias.
         blank = {name for name in blank_biases(left, self._files) if self._dry or not self.read(name).any()}
         if left := left - blank:
             files = {raw: path for path, raw, _ in map(self._files.__getitem__, left)}
@@ -221,5 +223,5 @@ def _slices(rows: Span | None, columns: Span | None) -> tuple[slice, ...]:
 
 
 def placed(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`tensor` contiguous in the compute dtype on the device."""
+    """Return `tensor` contiguous, in `dtype`, on `device`."""
     return tensor.to(device=device, dtype=dtype).contiguous()

@@ -1,4 +1,4 @@
-"""What the models of a rank have in common: how they compute, where, with whom, and which part of them is here."""
+"""What all models of a rank share: dtype, device, kernels, the exchange with other ranks, and how they are sharded."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -13,8 +13,8 @@ from cluster.models.exchange import NoExchange, TokenExchange
 
 
 class Sharding(NamedTuple):
-    """Which part of a model this rank holds: of the attention heads, of the MLPs' columns, of the vocabulary, and of
-    each layer's experts, whole or, where ranks share a part of them, some of their columns.
+    """Which shard of a model this rank holds: of attention heads, of columns of MLPs, of the vocabulary, and of the
+    experts of each layer. Ranks with the same shard of experts split the columns of these experts.
     """
 
     attention: Shard = Shard()
@@ -24,28 +24,32 @@ class Sharding(NamedTuple):
 
     @property
     def apart(self) -> bool:
-        """Whether some experts are on other ranks."""
+        """Whether the model is expert-parallel: some experts are on other ranks only."""
         return self.experts.size > 1
 
     @property
     def columns(self) -> Shard:
-        """Of the columns of the experts held."""
+        """Return this rank's shard of the columns of the experts that it holds."""
         each = self.mlp.size // self.experts.size
         return Shard(self.mlp.rank % each, each)
 
     @property
     def shared(self) -> Shard:
-        """Of the columns of an MLP that every token takes: where rows go to experts, it stays with its rows."""
+        """Return the shard of the columns of a shared expert, an MLP that every token takes.
+
+        If expert-parallel, rows are sent to the ranks of their routed experts, but the shared expert runs in the rows'
+        own attention group.
+        """
         return self.attention if self.apart else self.mlp
 
 
 def part_of_experts(ep_size: int, world: Shard) -> Shard:
-    """The part of the experts that a rank of the world holds; ranks that follow each other share a part."""
+    """Return the shard of experts that a rank of the world holds; neighbouring ranks have the same shard."""
     return Shard(world.rank * ep_size // world.size, ep_size)
 
 
 def where_experts_are(moe: Moe, ep_size: int, ranks: int) -> str:
-    """In words, the same on every rank of so many."""
+    """Return in words which of `ranks` ranks hold which experts; the text is the same on every rank."""
     if ep_size == 1:
         return f"{moe.experts} experts" + (f", each by columns over {ranks} ranks" if ranks > 1 else "")
     each, held = ranks // ep_size, []
@@ -62,9 +66,8 @@ WHOLE = Sharding()
 
 @dataclass(frozen=True, slots=True)
 class ModelContext:
-    """The compute `dtype`, the `device`, and the `exchange` with the ranks that share the model as `sharding` says.
-
-    `max_position` is how many positions the rotary tables have room for; `kernels` are the operators.
+    """The compute `dtype`, the `device`, this rank's shards (`sharding`), and the `exchange` with the ranks that hold
+    the other shards. `max_position` is the number of positions in rotary tables; `kernels` are the operators.
     """
 
     dtype: torch.dtype
@@ -76,5 +79,5 @@ class ModelContext:
 
     @classmethod
     def dry(cls, sharding: Sharding = WHOLE) -> "ModelContext":
-        """For a model on torch's meta device, which needs only the headers of its checkpoint."""
+        """Return the context of a model on torch's meta device, which needs only the headers of its checkpoint."""
         return cls(torch.float32, torch.device("meta"), NoExchange(), sharding, 1)

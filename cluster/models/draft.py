@@ -1,6 +1,7 @@
-"""What all drafts share: layers that may read the embedding again, a vocabulary map, an own or the target's embedding
-and head. The two entry points are never chosen by a tensor's width: `fuse_aux` turns the target's hidden states into
-the draft's hidden, `forward` runs the layers on that.
+"""The base class of draft models: layers that may read the embedding again, vocabulary map, embedding, head.
+
+There are two entry points. `fuse_aux` turns the target's hidden states into the draft's hidden; `forward` runs the
+layers on the draft's hidden. Callers choose between them explicitly, never by the width of a tensor.
 """
 
 from abc import ABC, abstractmethod
@@ -31,9 +32,9 @@ from cluster.models.vocab import Embedding, Head, ShardedLogits, load_embedding,
 
 @dataclass(frozen=True, slots=True)
 class DraftBlock:
-    """One layer on the residual stream; with `embed_norm` its attention reads `[embedding | hidden]`, 2 H wide.
+    """One draft layer. If `embed_norm` is set, attention reads `[embedding | hidden]`, 2 H wide, both normed.
 
-    `residual_normed`: the normed hidden is added to attention's output, not the hidden itself.
+    If `residual_normed`, the residual is the normed hidden, not the hidden itself.
     """
 
     kernels: Kernels
@@ -47,13 +48,13 @@ class DraftBlock:
 
     @property
     def ops(self) -> tuple[str, ...]:
-        """The exchange calls that it makes, in order."""
+        """Return the exchange calls of a forward, in order."""
         return ("reduce", *self.mlp.ops)
 
     def __call__(
         self, embedding: Tensor, hidden: Tensor, angles: Angles, attend: Attend, layer: int, exchange: TokenExchange
     ) -> Tensor:
-        """Embedding and residual stream entering the layer -> leaving it, `[T, H]`."""
+        """Embedding and residual stream `[T, H]` entering the layer -> the residual stream leaving it, `[T, H]`."""
         kernels = self.kernels
         rows = hidden if self.hidden_norm is None else kernels.norm(hidden, self.hidden_norm, self.eps)
         residual = rows if self.residual_normed else hidden
@@ -65,7 +66,7 @@ class DraftBlock:
 
 
 def load_block(load: Loader, prefix: str, layer: DraftLayer, residual_normed: bool) -> DraftBlock:
-    """This rank's part of the layer under `prefix`."""
+    """Load this rank's shard of the layer under `prefix`."""
     g = layer.geometry
 
     def scale(name: str) -> Tensor:
@@ -85,12 +86,12 @@ def load_block(load: Loader, prefix: str, layer: DraftLayer, residual_normed: bo
 
 
 class DraftModel(ABC):
-    """One member of the draft runner list on one rank: the parts that all families of drafts share."""
+    """The model of one member of `draft_runner_list`, on one rank. Each family of drafts is a subclass."""
 
     def __init__(self, spec: DraftSpec, checkpoint: Checkpoint, context: ModelContext, runner: int = 0) -> None:
-        """Load this rank's part of every tensor, strictly; `runner` is the index in the draft runner list.
+        """Load this rank's shard of every tensor; `runner` is the index in `draft_runner_list`.
 
-        The target's context length bounds positions, not the draft's config.
+        Positions are bounded by the target's context length, not by the draft's config.
 
         Raises:
             ConfigError: a tensor is missing, unknown or of the wrong shape, or the vocabulary map is invalid.
@@ -120,7 +121,7 @@ class DraftModel(ABC):
         """Load the tensors that only this family has, for its `fuse_aux` and `forward`."""
 
     def reach(self, positions: int) -> None:
-        """Rows of the next steps are at positions below `positions`; the host calls this before such a step."""
+        """Prepare rotary tables for positions below `positions`. The host calls this before a step."""
         self._rotary.reach(positions)
 
     @abstractmethod
@@ -129,35 +130,38 @@ class DraftModel(ABC):
 
     @abstractmethod
     def forward(self, token_ids: Tensor, positions: Tensor, hidden: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-        """Rows at `positions`, with the token after each and its hidden -> (input of the head, recurrent) `[T, H]`."""
+        """Rows, with the token after each and its hidden -> (input of the head, recurrent hidden), `[T, H]` each."""
 
     @property
     def ops(self) -> tuple[tuple[str, ...], tuple[str, ...], int, int]:
-        """The exchange calls of a forward and of the head, in order; the widths of rows and of this shard's logits."""
+        """Return the exchange calls of a forward and of the head, in order; H; the width of this shard's logits."""
         assert self._head is not None
         forward = ("embed", *(op for layer in self._layers for op in layer.ops))
         return forward, ("head",), self.spec.hidden, self._head.columns
 
     def set_embed_and_head(self, embed: Embedding, head: Head) -> None:
-        """Share the target's embedding and head where the checkpoint brought none."""
+        """Use the target's embedding and head where the draft's checkpoint has none."""
         self._embed = embed if self._embed is None else self._embed
         self._head = head if self._head is None else self._head
 
     @property
     def own_ids(self) -> Tensor:
-        """The target ids of this shard's columns, `[v]`; a column that is nobody's has 0."""
+        """Return the target ids of this shard's columns, `[v]`; padding columns have 0."""
         assert self._head is not None
         start, count = self._head.start, self._head.columns
         ids = self.target_ids[start : start + count]
         return torch.cat([ids, ids.new_zeros(count - ids.shape[0])])
 
     def logits(self, normed: Tensor) -> ShardedLogits:
-        """Output for the head `[T, H]` -> logits over the draft vocabulary."""
+        """Input of the head `[T, H]` -> logits over the draft vocabulary."""
         assert self._head is not None
         return self._head(normed, self._exchange)
 
     def _run(self, embedding: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-        """The layers and the final norm: (input of the head, recurrent) `[T, H]`."""
+        """Run the layers and the final norm; return (input of the head, recurrent hidden), `[T, H]` each.
+
+        The recurrent hidden is taken after the final norm if the spec's `recurrent` is "post", else before the norm.
+        """
         angles = self._rotary.at(positions)
         if self.spec.query_scaling is not None:
             attend = GrownQueries(attend, positions, *self.spec.query_scaling)
@@ -172,12 +176,12 @@ class DraftModel(ABC):
 
 
 def vocabulary_map(spec: DraftSpec, checkpoint: Checkpoint, device: torch.device) -> Tensor:
-    """Draft id -> target id, `[Vd]` int64: the spec's `token_map`, or what the checkpoint says.
+    """Return the map draft id -> target id, int64 `[Vd]`: the spec's `token_map`, the checkpoint's `d2t`, or identity.
 
-    On disk `d2t` holds offsets: target id = draft id + d2t[draft id].
+    On disk `d2t` holds offsets: target id = draft id + d2t[draft id]. `t2d`, if present, must agree with it.
 
     Raises:
-        ConfigError: it is missing where it is needed, or is not an ascending map into the target's ids.
+        ConfigError: `d2t` is missing but needed, or is not an ascending map into the target's ids.
     """
     if spec.token_map:
         checkpoint.drop("t2d")

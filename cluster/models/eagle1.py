@@ -1,4 +1,4 @@
-"""Drafts whose `fc` joins embedding and hidden state in every forward: EAGLE-1/2, Mistral EAGLE, and MTP layers.
+"""Drafts whose layer `fc` joins embedding and hidden in every forward: EAGLE-1/2, Mistral EAGLE, MTP layers.
 
 Sources: arXiv 2401.15077 and SGLang #4247 (EAGLE-1), SGLang #24058 (Mistral), DeepSeek-V3's report 2.2 (MTP).
 """
@@ -12,7 +12,7 @@ from cluster.models.load import Loader
 
 
 class Eagle1Draft(DraftModel):
-    """A draft on one rank that reads `fc([embedding | hidden])`; at extend, hidden is the target's post-norm hidden."""
+    """A draft whose layers read `fc([embedding | hidden])`; at extend, hidden is the target's post-norm hidden."""
 
     def _load(self, load: Loader) -> None:
         spec, h = self.spec, self.spec.hidden
@@ -24,13 +24,13 @@ class Eagle1Draft(DraftModel):
             self._pair_norms = tuple(load.norm(f"{part}_norm.weight", h, offset) for part in ("embed", "hidden"))
 
     def fuse_aux(self, aux_hidden: Tensor) -> Tensor:
-        """The target's post-norm hidden `[T, H]`, as it is."""
+        """Return the target's post-norm hidden `[T, H]` as it is."""
         return aux_hidden
 
     def forward(self, token_ids: Tensor, positions: Tensor, hidden: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-        """Rows at `positions`, with the token after each and its hidden -> (input of the head, recurrent) `[T, H]`."""
+        """Join embedding and hidden, then run the layers; see `DraftModel.forward`."""
         embedding, eps = self._embedding(token_ids), self.spec.layer.eps
-        if self.spec.zero_first:
+        if self.spec.zero_first:  # the first row of a sequence is at position i for runner i (see `MultiLayerDraft`)
             embedding = embedding.masked_fill((positions == self._first_position)[:, None], 0)
         if self._pair_norms is not None:
             embedding = self._kernels.norm(embedding, self._pair_norms[0], eps)

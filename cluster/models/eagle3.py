@@ -1,7 +1,7 @@
 """EAGLE-3 drafts (arXiv 2503.01840; upstream's layer lists and aux norms: SGLang #24663).
 
-The target's aux hidden states are normed (EAGLE-3.1, gpt-oss) and joined by `fc` once, at extend. Layer 0 reads
-`[input_layernorm(embedding) | hidden_norm(hidden)]`, 2 H wide; later layers are as `DraftSpec.layers` says.
+At extend, `fc` joins the target's aux hidden states; EAGLE-3.1 and gpt-oss drafts norm them first. Layer 0 reads
+`[input_layernorm(embedding) | hidden_norm(hidden)]`, 2 H wide; `DraftSpec.layers` describes later layers.
 """
 
 import torch
@@ -13,7 +13,7 @@ from cluster.models.load import Loader
 
 
 class Eagle3Draft(DraftModel):
-    """An EAGLE-3 draft on one rank, sharing the target's embedding (and head) where its checkpoint has none."""
+    """An EAGLE-3 draft. If its checkpoint has no embedding or no head, it shares the target's."""
 
     def _load(self, load: Loader) -> None:
         spec = self.spec
@@ -34,5 +34,5 @@ class Eagle3Draft(DraftModel):
         return aux_hidden if self._fc is None else self._fc(aux_hidden)
 
     def forward(self, token_ids: Tensor, positions: Tensor, hidden: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-        """Rows at `positions`, with the token after each and its hidden -> (input of the head, recurrent) `[T, H]`."""
+        """Run the layers, which read the embedding themselves; see `DraftModel.forward`."""
         return self._run(self._embedding(token_ids), hidden, positions, attend)

@@ -1,4 +1,4 @@
-"""The only interface between a model and the ranks that share it."""
+"""The only interface between a model and the other ranks that hold shards of it."""
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
@@ -9,42 +9,43 @@ from cluster.distributed.progress import ProgressClock
 
 
 class Shards(Protocol):
-    """How the shards of a head choose as one: each scores its own columns of the same rows, and a few numbers of each
-    row travel instead of logits. Every shard makes the same calls in the same order, and sees the same numbers.
+    """The collectives by which the `size` shards of a head choose tokens together. Each shard scores its own columns of
+    the same T' rows, and exchanges a few numbers per row instead of logits. All shards make the same calls in the same
+    order, and get the same numbers.
 
-    There are `size` of them. A shard scores T' rows. Where the head is sharded over the attention group these are the
-    group's own T; where it is sharded over the world (`wide`) they are those of all groups, one group after the other.
+    If the head is sharded over the attention group, the T' rows are the group's own T rows. If the head is sharded over
+    the world (`wide`), the T' rows are those of all groups, one group after the other.
     """
 
     @property
     def size(self) -> int:
-        """n, how many there are."""
+        """Return n, the number of shards."""
         ...
 
     @property
     def wide(self) -> bool:
-        """Whether rows of other groups are scored too."""
+        """Whether this rank also scores rows of other groups."""
         ...
 
     def spread(self, numbers: Tensor) -> Tensor:
-        """What scoring has to know of own rows, int64 `[T, k]` -> of the rows of all groups `[T', k]`; only if wide."""
+        """Int64 numbers of own rows, `[T, k]` -> those of the rows of all groups, `[T', k]`. Only if `wide`."""
         ...
 
     def highest(self, numbers: Tensor) -> Tensor:
-        """A float64 of each row scored, `[T', 1]` -> the highest that some shard has; NaN is the highest."""
+        """Float64 `[T', 1]` -> the maximum of each row over all shards; NaN counts as highest."""
         ...
 
     def add(self, numbers: Tensor) -> Tensor:
-        """Whole numbers, int64 `[T', k]` -> their sums over all shards."""
+        """Int64 `[T', k]` -> the sums over all shards."""
         ...
 
     def compare(self, numbers: Tensor) -> Tensor:
-        """Float64 `[T', k]` -> what all n shards have of own rows, `[n, T, k]`."""
+        """Float64 `[T', k]` -> the numbers of all n shards for own rows, `[n, T, k]`."""
         ...
 
 
 class ExpertRouting(NamedTuple):
-    """Of T rows the k experts that each takes: their `weights`, their ids `experts`, and the `parts` that hold them,
+    """The k experts of each of T rows: `weights`, ids `experts`, and the shards of experts that hold them, `parts`;
     `[T, k]` each.
     """
 
@@ -54,67 +55,65 @@ class ExpertRouting(NamedTuple):
 
 
 class ExpertParallelLayer(Protocol):
-    """Experts of which each rank holds one of several parts, as an exchange sees them that sends rows to them."""
+    """A layer of experts that are spread over ranks, as seen by the exchange that sends rows to them."""
 
     def choose(self, rows: Tensor) -> ExpertRouting:
-        """Rows `[T, H]` -> the experts that they take, here or elsewhere."""
+        """Rows `[T, H]` -> their experts, which may be on any rank."""
         ...
 
     def run(self, rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        """Rows `[T, H]`, and weights and ids of the experts that they take, `[T, k]` -> what those that are here make
-        of them, `[T, H]`.
+        """Rows `[T, H]`, and weights and ids of their experts, `[T, k]` each -> the weighted sum of the outputs of this
+        rank's experts, `[T, H]`.
         """
         ...
 
 
 class TokenExchange(Protocol):
-    """How rows travel between ranks around the sharded parts of a model; with one rank it is the identity."""
+    """Collectives around the sharded parts of a model. With one rank, they send nothing."""
 
     @property
     def shards(self) -> Shards | None:
-        """Those of embedding and head; None where this rank holds them whole."""
+        """Return the collectives of the head's shards; None if this rank holds embedding and head whole."""
         ...
 
     def reduce(self, rows: Tensor) -> Tensor:
-        """Partial sums of own rows `[T, H]` over the attention group -> their sum."""
+        """All-reduce: partial sums of own rows `[T, H]` -> their sum over the attention group."""
         ...
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Own rows `[T, H]` -> the rows of every rank."""
+        """All-gather: own rows `[T, H]` -> the rows of all groups."""
         ...
 
     def scatter(self, rows: Tensor, common: Tensor | None = None) -> Tensor:
-        """Partial sums for the rows of every rank, and, with `common` `[T, H]`, further ones for own rows, which the
-        attention group alone has -> own rows `[T, H]`, summed.
+        """Reduce-scatter: partial sums for the rows of all groups -> own rows `[T, H]`, summed. `common` `[T, H]` are
+        further partial sums for own rows, which only ranks of this attention group have.
         """
         ...
 
     @property
     def counted(self) -> bool:
-        """Whether rows go only to the experts that they take, by `to_experts`; else, in this step, to all."""
+        """Whether rows of this step go only to the ranks of their experts (`to_experts`), not to all ranks."""
         ...
 
     def to_experts(self, rows: Tensor, experts: ExpertParallelLayer, common: Tensor | None) -> Tensor:
-        """Own rows `[T, H]` -> what the experts that they take make of them, summed, `common` as in `scatter`."""
+        """All-to-all: own rows `[T, H]` -> the sum of the outputs of their experts; `common` as in `scatter`."""
         ...
 
     def embed(self, ids: Tensor, lookup: Callable[[Tensor], Tensor]) -> Tensor:
-        """Token ids `[T]` -> rows `[T, H]`, where `lookup` gives zeros for ids of another shard."""
+        """Token ids `[T]` -> rows `[T, H]`, summed over shards; `lookup` gives zeros for ids of other shards."""
         ...
 
     def head(self, rows: Tensor, project: Callable[[Tensor], Tensor]) -> tuple[Tensor, int]:
-        """Rows `[T, H]` -> this shard's logits `[T', v]` of the rows that it scores, made by `project`, and where own
-        rows begin among them.
-        """
+        """Rows `[T, H]` -> this shard's logits `[T', v]`, computed by `project`, and the index of the first own row."""
         ...
 
 
 EXPERTS = "experts"
-"""Stands in a list of calls for those that bring rows to experts which are apart; which these are, a plan says."""
+"""Placeholder in a list of exchange calls: the calls around an expert-parallel layer. The step's plan chooses them."""
 
 
 class NoExchange:
-    """The exchange of a single rank, and of a draft that each rank runs whole; it only counts its calls."""
+    """The exchange of a single rank, and of a draft that every rank runs whole. It only counts calls."""
 
     shards: Shards | None = None
 
@@ -133,25 +132,25 @@ class NoExchange:
         return rows
 
     def scatter(self, rows: Tensor, common: Tensor | None = None) -> Tensor:
-        """Own rows, with what is common to them."""
+        """Own rows, plus `common`."""
         self._clock.part()
         return rows if common is None else rows + common
 
     @property
     def counted(self) -> bool:
-        """All experts are here."""
+        """False: this rank holds all experts."""
         return False
 
     def to_experts(self, rows: Tensor, experts: ExpertParallelLayer, common: Tensor | None) -> Tensor:
-        """Not asked for, as all experts are here."""
+        """Never called, because this rank holds all experts."""
         raise AssertionError("a rank that holds all experts has nowhere to send rows")
 
     def embed(self, ids: Tensor, lookup: Callable[[Tensor], Tensor]) -> Tensor:
-        """The whole embedding's rows."""
+        """Return the rows of the whole embedding."""
         self._clock.part()
         return lookup(ids)
 
     def head(self, rows: Tensor, project: Callable[[Tensor], Tensor]) -> tuple[Tensor, int]:
-        """The whole head's logits."""
+        """Return the logits of the whole head."""
         self._clock.part()
         return project(rows), 0

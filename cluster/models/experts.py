@@ -1,5 +1,5 @@
-"""A mixture of experts: gated MLPs, and the gate that chooses among them. Each is sharded by columns over all ranks, or
-experts are apart: each rank holds some of them.
+"""A mixture of experts: gated MLPs, and the gate (router) that chooses among them. Either every expert is sharded by
+columns over all ranks, or the layer is expert-parallel: each rank holds some of the experts.
 
 Shape legend: T rows, H hidden, I intermediate columns of this rank, E experts of this rank, k active per token.
 """
@@ -17,7 +17,7 @@ from cluster.models.mlp import Mlp
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """The router: which experts a token takes, with what weights. Replicated, so that all ranks choose alike."""
+    """The router: chooses the experts of a token and their weights. It is replicated, so all ranks choose the same."""
 
     weight: Weight
     bias: Tensor | None
@@ -27,8 +27,9 @@ class Gate:
     def __call__(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """`[T, H]` -> (weights, experts) `[T, k]`.
 
-        Grouped choice as in DeepSeek-V3 (arXiv 2412.19437, 2.1.2): a group is scored by its two best experts;
-        the correction affects which experts are chosen, not their weights.
+        If experts are in groups (DeepSeek-V3, arXiv 2412.19437, 2.1.2), only those of the best groups can be chosen.
+        The score of a group is the sum of the scores of its two best experts. The `correction` affects which experts
+        are chosen, not their weights.
         """
         moe = self.moe
         scores = self.weight(rows.to(self.weight.dtype), self.bias)
@@ -38,6 +39,7 @@ class Gate:
         if moe.groups > 1:
             grouped = ranked.view(-1, moe.groups, moe.experts // moe.groups)
             best = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1).topk(moe.top_groups, -1).indices
+            # Experts outside the best groups cannot be chosen.
             closed = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, False)
             ranked = grouped.masked_fill(closed[..., None], float("-inf")).view_as(ranked)
         chosen = ranked.topk(moe.active, -1).indices
@@ -49,8 +51,8 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class LocalExperts:
-    """Which of the experts are here where they are apart: those of ids `first` to `first + count - 1`. `parts` says for
-    every id which part of the experts has it.
+    """This rank's experts in an expert-parallel layer: ids `first` to `first + count - 1`. `parts` `[experts]` gives
+    for each expert of the layer the shard of experts that holds it.
     """
 
     first: int
@@ -62,8 +64,9 @@ class LocalExperts:
 class Experts:
     """E gated MLPs: `gate_up` `[E, H, 2 I]`, `down` `[E, I, H]`, biases `[E, 2 I]` and `[E, H]`.
 
-    `shared_gate` `[H, 1]` is replicated: it multiplies the partial sums of all ranks alike. `held` is None where all
-    experts are here; then the `shared` MLP is sharded as they are, else as attention is.
+    `shared` is an MLP that every token takes. `shared_gate` `[H, 1]` is replicated: each rank multiplies its partial
+    sum of `shared` by the gate's sigmoid. `held` says which experts this rank holds if the layer is expert-parallel;
+    `shared` is then sharded like attention. If `held` is None, the rank has columns of all experts, and of `shared`.
     """
 
     kernels: Kernels
@@ -79,11 +82,11 @@ class Experts:
 
     @property
     def ops(self) -> tuple[str, ...]:
-        """The exchange calls that it makes, in order."""
+        """Return the exchange calls of a forward, in order."""
         return ("gather", "scatter") if self.held is None else (EXPERTS,)
 
     def __call__(self, rows: Tensor, exchange: TokenExchange) -> Tensor:
-        """`[T, H]` -> `[T, H]`."""
+        """Own rows `[T, H]` -> `[T, H]`."""
         if self.held is None:
             rows = exchange.gather(rows)
             out, common = self.run(rows, *self.gate(rows)), self.common(rows)
@@ -95,29 +98,30 @@ class Experts:
         return exchange.scatter(self.run(rows, *self.gate(rows)), common)
 
     def choose(self, rows: Tensor) -> ExpertRouting:
-        """Rows `[T, H]` -> the experts that they take, here or elsewhere; only where experts are apart."""
+        """Rows `[T, H]` -> their experts, which may be on any rank. Only for expert-parallel layers."""
         assert self.held is not None, "all experts are here"
         weights, chosen = self.gate(rows)
         return ExpertRouting(weights, chosen, self.held.parts[chosen])
 
     def common(self, rows: Tensor) -> Tensor | None:
-        """This rank's partial sum of the MLP that every token takes, `[T, H]`."""
+        """Return this rank's partial sum of the shared MLP, `[T, H]`; None if there is no shared MLP."""
         if self.shared is None:
             return None
         common = self.shared.part(rows)
         return common if self.shared_gate is None else common * self.shared_gate(rows).sigmoid()
 
     def run(self, rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        """Run each expert that is here once, on the rows that chose it; a row's are summed in order of their index.
+        """Run each expert of this rank once, on the rows that chose it; return each row's weighted sum, `[T, H]`.
 
-        Rows chose by `weights` and ids `experts`, `[T, k]`. What they chose elsewhere comes last, behind the rows of
-        all experts here; nothing is computed for it, and what its memory holds is replaced by zeros.
+        `weights` and ids `experts` are `[T, k]`. The terms of a row are added in order of expert ids.
         """
         if self.held is None:
             groups = self.kernels.group(experts, self.gate.moe.experts)
             made = self._made(rows, groups.source, groups.ends, groups.expert)
             return self.kernels.combine(made, groups, weights, self.down_bias)
         first, count = self.held.first, self.held.count
+        # Experts of other ranks become one extra group, number `count`, which sorts behind all others. Nothing is
+        # computed for its places; their uninitialised output is replaced by zeros.
         here = torch.where((experts < first) | (experts >= first + count), count, experts - first)
         groups = self.kernels.group(here, count + 1)
         own = groups.expert.clamp(max=count - 1)
@@ -126,7 +130,7 @@ class Experts:
         return self.kernels.combine(made.masked_fill_((groups.expert == count)[:, None], 0.0), groups, weights, None)
 
     def _made(self, rows: Tensor, source: Tensor, ends: Tensor, expert: Tensor) -> Tensor:
-        """What experts make of rows at their places, without the bias of `down`; see `Groups`."""
+        """Return the experts' outputs at the places of `Groups`, `[T k, H]`, without the bias of `down`."""
         inner = self.gate_up(rows.index_select(0, source), ends)
         inner = inner if self.gate_up_bias is None else inner + self.gate_up_bias[expert]
         return self.down(self.kernels.activate(inner, self.activation), ends)

@@ -1,7 +1,6 @@
-"""How quantised tensors lie in checkpoints: each format becomes a `Quantised`, of the slice that is asked for.
+"""Readers of the formats of quantised matrices: each returns the requested slice as a `Quantised`.
 
-What tells the formats apart is which tensors there are, and their dtypes and shapes. Shape legend: O outputs, I inputs,
-G groups of inputs.
+Formats are recognised by names, dtypes and shapes of tensors. Shape legend: O outputs, I inputs, G groups of inputs.
 """
 
 from collections.abc import Callable
@@ -14,13 +13,13 @@ from cluster.models.arithmetic import chosen
 from cluster.models.scales import beside, group_size, groups_of, of_inputs
 from cluster.models.stored import Files, Index, Span, StoredMatrix
 
-MX_GROUP = 32  # inputs that share one in MXFP4 (OCP Microscaling Formats 1.0)
+MX_GROUP = 32  # inputs that share a scale in MXFP4 (OCP Microscaling Formats 1.0)
 FLOAT8: dict[str, Kind] = {"F8_E4M3": "fp8", "F8_E5M2": "fp8_e5m2"}
 INTEGERS: dict[int, Kind] = {4: "int4", 8: "int8"}
-ONES = {4: 0x11111111, 8: 0x01010101}  # an int32 of them
+ONES = {4: 0x11111111, 8: 0x01010101}  # an int32 in which every packed number is 1
 SCALES = ("_scale_inv", "_scale")
 NUMBERS = ("F64", "F32", "F16", "BF16")
-EXPONENTS = ("U8", "F8_E8M0")  # dtypes of scales that are powers of 2: that of U8 is the same byte
+EXPONENTS = ("U8", "F8_E8M0")  # dtypes of scales that are powers of 2; both are the same byte
 ACTIVATION_SCALES = (
     ".input_scale",
     ".input_scale_ub",
@@ -29,18 +28,18 @@ ACTIVATION_SCALES = (
     ".qscale_act",
     ".input_zero_point",
 )
-AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # where AWQ keeps eight neighbouring outputs in an int32
+AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # output i of eight neighbours is packed number AWQ_PLACES[i] of an int32
 
 
 def place_of(files: Files, stored: str) -> str:
-    """The tensor that holds `stored`, or its codes."""
+    """Return the name of the tensor that holds `stored` or, if it is packed, its codes."""
     stem = stored.removesuffix(".weight")
     names = (stored, f"{stored}_blocks", f"{stem}.weight_packed", f"{stem}.qweight")
     return next((name for name in names if files.has(name)), stored)
 
 
 def format_of(files: Files, stored: str) -> Callable[[Files, StoredMatrix], Quantised] | None:
-    """What reads `stored`; None: it is no quantised tensor."""
+    """Return the reader of the format of `stored`; None if `stored` is not quantised."""
     place = place_of(files, stored)
     if place == stored:
         dtype = files.entry(stored).dtype
@@ -49,8 +48,8 @@ def format_of(files: Files, stored: str) -> Callable[[Files, StoredMatrix], Quan
 
 
 def float8(files: Files, asked: StoredMatrix) -> Quantised:
-    """FP8 with a scale for the tensor, for each output, for each group of inputs, or for each block; DeepSeek's
-    `weight_scale_inv` is multiplied, despite its name.
+    """Read FP8 with a scale for the tensor, for each output, for each group of inputs, or for each block. Codes are
+    multiplied by the scales, also by DeepSeek's `weight_scale_inv`, despite its name.
     """
     kind = FLOAT8[files.entry(asked.stored, asked.shape).dtype]
     names = [f"{asked.stored}{end}" for end in SCALES] + [f"{asked.stem}.qscale_weight"]
@@ -63,7 +62,7 @@ def float8(files: Files, asked: StoredMatrix) -> Quantised:
 
 
 def int8(files: Files, asked: StoredMatrix) -> Quantised:
-    """compressed-tensors' int-quantized."""
+    """Read compressed-tensors' int-quantized: int8 codes, one to a byte."""
     files.entry(asked.stored, asked.shape)
     codes = _from_zero(_part(files, asked))
     scales, group = beside(files, asked, _scales(files, asked, f"{asked.stored}_scale"))
@@ -74,7 +73,7 @@ def int8(files: Files, asked: StoredMatrix) -> Quantised:
 
 
 def compressed(files: Files, asked: StoredMatrix) -> Quantised:
-    """compressed-tensors' pack-quantized: neighbouring inputs in an int32, and neighbouring outputs' zeros."""
+    """Read compressed-tensors' pack-quantized: an int32 packs codes of neighbouring inputs, or zeros of outputs."""
     name, (outputs, inputs) = f"{asked.stem}.weight_packed", asked.shape
     bits = _bits(files, asked, name, 1)
     files.entry(name, (outputs, -(-inputs * bits // 32)))
@@ -96,9 +95,11 @@ def compressed(files: Files, asked: StoredMatrix) -> Quantised:
 
 
 def qweight(files: Files, asked: StoredMatrix) -> Quantised:
-    """GPTQ, neighbouring inputs in an int32, or AWQ, eight outputs in an order of its own; zeros by outputs in both."""
+    """Read GPTQ or AWQ. In GPTQ, an int32 packs codes of neighbouring inputs, and zeros of neighbouring outputs. In
+    AWQ, an int32 packs codes or zeros of eight neighbouring outputs, in AWQ's own order.
+    """
     name, (outputs, inputs), packing = f"{asked.stem}.qweight", asked.shape, files.quantisation.packing
-    by_outputs = inputs, -(-outputs // 8)  # the shape of AWQ's int32
+    by_outputs = inputs, -(-outputs // 8)  # shape of `qweight` in AWQ
     awq = packing == "awq" or (packing is None and files.entry(name).shape == by_outputs)
     bits = 4 if awq else _bits(files, asked, name, 0)
     files.entry(name, by_outputs if awq else (-(-inputs * bits // 32), outputs))
@@ -111,7 +112,7 @@ def qweight(files: Files, asked: StoredMatrix) -> Quantised:
     zeros = files.read(f"{asked.stem}.qzeros", (slice(None), words), asked.device)
     if awq:
         codes = unpacked(files.read(name, (slice(*asked.inputs), words), asked.device), bits, True)[:, cut].t()
-    else:  # what zeros lack was taken from whole int32, so that one of 0 borrowed from its neighbour
+    else:  # GPTQ subtracts its offset from whole int32, with borrows across packed zeros, so add it to whole int32 too
         zeros = zeros + files.quantisation.zero_offset * ONES[bits]
         inner, within = _words(asked.inputs, bits)
         codes = unpacked(files.read(name, (inner, slice(*asked.outputs)), asked.device).t(), bits)[:, within]
@@ -122,7 +123,7 @@ def qweight(files: Files, asked: StoredMatrix) -> Quantised:
 
 
 def mxfp4(files: Files, asked: StoredMatrix) -> Quantised:
-    """MXFP4: `_blocks` `[.., O, G, 16]` of two numbers a byte, low half first; `_scales` `[.., O, G]`, powers of 2."""
+    """Read MXFP4: `_blocks` `[.., O, G, 16]`, two numbers a byte, low half first; `_scales` `[.., O, G]`, exponents."""
     inputs = asked.shape[-1]
     index: Index = () if asked.expert is None else (asked.expert,)
     if inputs % MX_GROUP:
@@ -137,18 +138,23 @@ def mxfp4(files: Files, asked: StoredMatrix) -> Quantised:
     first = start - lying.start * MX_GROUP
     codes = halves(parts[0]).flatten(-2)[..., first : first + stop - start]
     scales, group = powers(parts[1]), MX_GROUP
+    # If the slice cuts groups, give each input a scale of its own (group 1).
     if first or (stop % MX_GROUP and stop != inputs):
         scales, group = chosen(scales, groups_of(first, first + stop - start, MX_GROUP, scales), -1), 1
     return Quantised("fp4", codes, scales, None, group)
 
 
 def _part(files: Files, asked: StoredMatrix) -> Tensor:
-    """The codes asked for, which are stored one to a number."""
+    """Read the requested codes, which are stored unpacked."""
     return files.read(asked.stored, (slice(*asked.outputs), slice(*asked.inputs)), asked.device)
 
 
 def _scales(files: Files, asked: StoredMatrix, name: str) -> str:
-    """`name`, which holds scales; what else belongs to the matrix, for its inputs, is counted as used."""
+    """Return `name`, after a check that the tensor may hold scales; count the matrix's activation scales as used.
+
+    Raises:
+        ConfigError: the tensor is missing, or has a dtype that scales cannot have.
+    """
     for end in ACTIVATION_SCALES:
         files.skip(asked.stem + end)
     if (dtype := files.entry(name).dtype) not in (*NUMBERS, *EXPONENTS):
@@ -157,10 +163,10 @@ def _scales(files: Files, asked: StoredMatrix, name: str) -> str:
 
 
 def _bits(files: Files, asked: StoredMatrix, name: str, dim: int) -> int:
-    """How many bits a code has of which the int32 `name` hold those of all inputs along `dim`.
+    """Return the bits per code of the int32 tensor `name`, which packs the codes of all inputs along `dim`.
 
     Raises:
-        ConfigError: the shape allows neither 4 nor 8 bits, or not those that the config says.
+        ConfigError: the shape fits neither 4 nor 8 bits, or does not fit the number of bits that the config gives.
     """
     entry, inputs, said = files.entry(name), asked.shape[-1], files.scheme(asked.stored).bits
     whole = entry.dtype == "I32" and len(entry.shape) == 2
@@ -179,27 +185,27 @@ def _bits(files: Files, asked: StoredMatrix, name: str, dim: int) -> int:
 
 
 def _words(span: Span, bits: int) -> tuple[slice, slice]:
-    """Where codes of `bits` lie: in which int32, and among those that these hold."""
+    """Return where the codes in `span` are: the slice of int32, and the slice of the codes unpacked from that slice."""
     each, (start, stop) = 32 // bits, span
     first = start // each
     return slice(first, -(-stop // each)), slice(start - first * each, stop - first * each)
 
 
 def _from_zero(signed: Tensor) -> Tensor:
-    """int8 -> uint8, 128 more."""
+    """Return int8 plus 128 as uint8; flipping the top bit adds 128."""
     return signed.contiguous().view(torch.uint8) ^ 128
 
 
 def _of_scales(given: Tensor) -> Tensor:
-    """Scales as `Quantised` has them."""
+    """Convert scales to bfloat16 or float32, the dtypes that `Quantised` allows."""
     if given.dtype == torch.uint8:
         return powers(given)
     return given if given.dtype == torch.bfloat16 else given.float()
 
 
 def unpacked(words: Tensor, bits: int, interleaved: bool = False) -> Tensor:
-    """int32 `[n, w]`, each of numbers of `bits`, the first in the lowest, -> uint8 `[n, w * 32 / bits]`; AWQ's
-    `interleaved` ones in the order of their outputs.
+    """Unpack int32 `[n, w]` of numbers of `bits` bits, the first in the lowest bits, to uint8 `[n, w * 32 / bits]`.
+    If `interleaved`, undo AWQ's order.
     """
     found = words.contiguous().view(torch.uint8)
     found = halves(found) if bits == 4 else found
@@ -209,14 +215,14 @@ def unpacked(words: Tensor, bits: int, interleaved: bool = False) -> Tensor:
 
 
 def halves(pairs: Tensor) -> Tensor:
-    """Bytes `[.., n]` of two numbers, the low half first -> `[.., 2 n]`."""
+    """Unpack bytes `[.., n]` of two 4-bit numbers, the low half first, to `[.., 2 n]`."""
     if pairs.is_meta:
         return pairs.new_empty(*pairs.shape[:-1], 2 * pairs.shape[-1])
     return torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2)
 
 
 def powers(exponents: Tensor) -> Tensor:
-    """A byte s -> 2 ** (s - 127), which bfloat16 has."""
+    """Return 2 ** (s - 127) for each byte s, in bfloat16, which represents it exactly."""
     if exponents.is_meta:
         return torch.empty(exponents.shape, dtype=torch.bfloat16, device="meta")
     return torch.ldexp(torch.ones(exponents.shape, device=exponents.device), exponents.int() - 127).to(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""The decoder layer of targets; the parts that drafts use as well are exported from here.
+"""The decoder layer of targets. Parts that drafts use too are exported from here.
 
 Shape legend: T rows, H hidden. A layer knows neither pages nor ranks: `Attend` is the one attention primitive,
 `TokenExchange` the only interface to other ranks.
@@ -31,7 +31,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Pre-norm decoder layer on the residual stream; `after_*` also norm the outputs of attention and MLP."""
+    """A pre-norm decoder layer; `after_attention` and `after_mlp`, if given, norm the outputs of attention and MLP."""
 
     kernels: Kernels
     input_norm: Tensor
@@ -44,14 +44,14 @@ class DecoderLayer:
 
     @property
     def ops(self) -> tuple[str, ...]:
-        """The exchange calls that it makes, in order."""
+        """Return the exchange calls of a forward, in order."""
         return ("reduce", *self.mlp.ops)
 
     def __call__(
         self, hidden: Tensor, normed: Tensor, angles: Angles, attend: Attend, layer: int, exchange: TokenExchange
     ) -> tuple[Tensor, Tensor]:
-        """The residual stream entering the layer, and its `input_norm` -> two parts of the stream leaving it, which the
-        next norm adds up, `[T, H]` each.
+        """Residual stream entering the layer, and that after `input_norm`, `[T, H]` each -> two tensors `[T, H]` whose
+        sum is the residual stream leaving the layer. The next `add_norm` adds them up.
         """
         out = self._after(self.attention(normed, angles, attend, layer, exchange), self.after_attention)
         hidden, normed = self.kernels.add_norm(hidden, out, self.post_norm, self.eps)

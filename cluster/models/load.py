@@ -1,4 +1,4 @@
-"""Layers from a checkpoint, part by part."""
+"""Loading the parts of decoder layers from a checkpoint: attention, MLP, experts, norms."""
 
 from dataclasses import replace
 
@@ -18,13 +18,14 @@ from cluster.models.weights import WeightLoader, apart, in_order
 
 
 class Loader(WeightLoader):
-    """The parts of layers from one checkpoint, of each this rank's shard."""
+    """Loads this rank's shard of the parts of layers."""
 
     def attention(self, prefix: str, g: LayerGeometry, columns: int) -> SelfAttention:
-        """The attention block under `prefix`, its qkv reading `columns` inputs."""
+        """Return the attention block under `prefix`, whose qkv projection has `columns` inputs."""
         part, d = self.sharding.attention, g.head_dim
         local = local_heads(g, part)
         q = (part.rank * local.heads * d, (part.rank + 1) * local.heads * d)
+        # `q_proj` holds (query, gate) of each head if gated, so its spans are twice as wide.
         wide = 2 if g.gated else 1
         first = part.rank * g.kv_heads // part.size
         kv = (first * d, (first + local.kv_heads) * d)
@@ -60,7 +61,7 @@ class Loader(WeightLoader):
         )
 
     def latent(self, prefix: str, g: LayerGeometry, columns: int) -> LatentAttention:
-        """The latent attention block under `prefix`, reading `columns` inputs; its rope is interleaved on disk."""
+        """Return the latent attention block under `prefix`, with `columns` inputs; rope is interleaved on disk."""
         part, sizes = self.sharding.attention, g.latent
         assert sizes is not None
         heads = local_heads(g, part).heads
@@ -77,6 +78,7 @@ class Loader(WeightLoader):
         cell, name = sizes.kv_rank + sizes.rope, f"{prefix}.kv_a_proj_with_mqa"
         kv_down = in_order(self.matrix(f"{name}.weight", cell, columns), lambda order: half_split(order, 1, sizes.rope))
         kv_down_bias = half_split(self.take(f"{name}.bias", cell), 1, sizes.rope) if g.attention_bias else None
+        # `kv_b_proj` holds (key, value) rows of each head; in absorbed form, attention uses keys and values separately.
         both = sizes.nope + sizes.value
         up = self.take(
             f"{prefix}.kv_b_proj.weight", g.heads * both, sizes.kv_rank, rows=(own * both, (own + heads) * both)
@@ -101,7 +103,7 @@ class Loader(WeightLoader):
         )
 
     def mlp(self, prefix: str, g: LayerGeometry, part: Shard | None = None) -> Mlp:
-        """The gated MLP under `prefix`; this `part` of its columns, or the one that a rank holds of each MLP."""
+        """Return shard `part` of the gated MLP under `prefix`. If `part` is None, it is this rank's shard of MLPs."""
         part = self.sharding.mlp if part is None else part
         span = part.span(g.intermediate)
         names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
@@ -110,9 +112,7 @@ class Loader(WeightLoader):
         return Mlp(self.kernels, self.weight(gate_up), down, gate_up_bias, down_bias, Activation(g.activation))
 
     def experts(self, prefix: str, g: LayerGeometry, moe: Moe) -> Experts:
-        """The experts under `prefix` that are here, or this rank's columns of them, with their gate and the MLP that
-        every token takes.
-        """
+        """Return this rank's experts under `prefix` (or its columns of them), with their gate and shared MLP."""
         start, stop = self.sharding.columns.span(moe.intermediate)
         here = range(*self.sharding.experts.span(moe.experts))
         biases: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -132,6 +132,7 @@ class Loader(WeightLoader):
                 return self.matrix(name(e, "down"), *outer, columns=(start, stop))
 
             gates_ups, downs = self.stack(here, both), self.stack(here, down)
+            # Experts of other ranks are checked by their headers, so that every tensor is accounted for.
             for e in set(range(moe.experts)) - set(here):
                 for p, shape in (("gate", inner), ("up", inner), ("down", outer)):
                     self.checkpoint.elsewhere(name(e, p), shape)
@@ -152,6 +153,7 @@ class Loader(WeightLoader):
         return Experts(self.kernels, gate, gates_ups, downs, *biases, shared, activation, shared_gate, held)
 
     def _held(self, moe: Moe, here: range) -> LocalExperts:
+        """Return which experts this rank holds (`here`), and for every expert the shard that holds it."""
         size = self.sharding.experts.size
         parts = [part for part in range(size) for _ in range(*Shard(part, size).span(moe.experts))]
         return LocalExperts(here.start, len(here), torch.tensor(parts, device=self.device))
@@ -159,7 +161,9 @@ class Loader(WeightLoader):
     def _stacked(
         self, prefix: str, g: LayerGeometry, moe: Moe, here: range
     ) -> tuple[Stack, Stack, Tensor, Tensor | None]:
-        """gpt-oss's experts, all in one tensor with alternating gate and up columns; only MXFP4 is output-major."""
+        """Return the experts of gpt-oss: gates and ups, downs, and the biases of both. On disk, a tensor holds all
+        experts, and gate and up columns alternate. Matrices in MXFP4 are output-major, others are not.
+        """
         e, h, i = moe.experts, g.hidden, moe.intermediate
         span, own = self.sharding.columns.span(i), (here.start, here.stop)
         both = (2 * span[0], 2 * span[1])
@@ -184,7 +188,7 @@ class Loader(WeightLoader):
         return gates_ups, downs, turned, added if self.sharding.columns.rank == 0 else None
 
     def layer(self, prefix: str, g: LayerGeometry) -> DecoderLayer:
-        """One whole decoder layer under `prefix`."""
+        """Return the decoder layer under `prefix`."""
         block, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         before_mlp = "before_mlp" if g.sandwich else "post_attention_layernorm"
 
@@ -204,13 +208,13 @@ class Loader(WeightLoader):
 
 
 def gates_last(packed: Tensor, heads: int, d: int) -> Tensor:
-    """Move gates to the end of outputs `[.., 2 n d + more]` that begin with (query, gate) of each head."""
+    """Move gates to the end of outputs `[.., 2 n d + more]` that begin with (query, gate) of each of n heads."""
     both = packed[..., : 2 * heads * d].reshape(*packed.shape[:-1], heads, 2, d)
     return joined([both[..., 0, :].flatten(-2), packed[..., 2 * heads * d :], both[..., 1, :].flatten(-2)], -1)
 
 
 def local_heads(g: LayerGeometry, part: Shard) -> LayerGeometry:
-    """The geometry of one attention shard; fewer KV heads than ranks are replicated.
+    """Return the geometry of one attention shard. If there are fewer KV heads than ranks, KV heads are replicated.
 
     Raises:
         ConfigError: the heads cannot be divided among the ranks.

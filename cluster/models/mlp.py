@@ -1,4 +1,4 @@
-"""The dense MLP: gated, and sharded by columns over all ranks.
+"""The dense gated MLP, sharded by columns over all ranks.
 
 Shape legend: T rows, H hidden, I intermediate columns of this rank.
 """
@@ -15,7 +15,7 @@ SILU = Activation()
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """Gated MLP with the gate and up weights packed, `[H, 2 I]`."""
+    """A gated MLP: down(f(gate) * up), with gate and up packed in one weight `[H, 2 I]`."""
 
     kernels: Kernels
     gate_up: Weight
@@ -26,14 +26,14 @@ class Mlp:
 
     @property
     def ops(self) -> tuple[str, ...]:
-        """The exchange calls that it makes, in order."""
+        """Return the exchange calls of a forward, in order."""
         return "gather", "scatter"
 
     def __call__(self, rows: Tensor, exchange: TokenExchange) -> Tensor:
-        """`[T, H]` -> `[T, H]`."""
+        """Own rows `[T, H]` -> `[T, H]`: gather the rows of all ranks, compute partial sums, sum and scatter these."""
         return exchange.scatter(self.part(exchange.gather(rows)))
 
     def part(self, rows: Tensor) -> Tensor:
-        """This rank's partial sum, `[T, H]`."""
+        """Return this rank's partial sum for rows that are gathered already, `[T, H]`."""
         both = self.gate_up(rows, self.gate_up_bias)
         return self.down(self.kernels.activate(both, self.activation), self.down_bias)

@@ -1,4 +1,4 @@
-"""Which class implements which kind of draft; checking models by their checkpoints' headers, and loading them."""
+"""Checking models by the headers of their checkpoints, loading them, and the table of draft classes."""
 
 from functools import partial
 
@@ -30,18 +30,18 @@ def check_target(folder: str, arch: TargetArch) -> None:
 
 
 def check_draft(folder: str, spec: DraftSpec) -> None:
-    """Check all runners of the draft in `folder`, and raise `ConfigError`, as `check_target` does."""
+    """Check all runners of the draft in `folder` as `check_target` does; raises `ConfigError` as well."""
     for runner in range(spec.runners):
         DRAFTS[spec.kind](spec, draft_checkpoint(folder, spec, runner, dry=True), ModelContext.dry())
 
 
 def draft_checkpoint(folder: str, spec: DraftSpec, runner: int = 0, dry: bool = False) -> Checkpoint:
-    """The tensors of one runner of the draft in `folder`."""
+    """Open the checkpoint of the draft in `folder`, with the names of one runner. If `dry`, only headers are read."""
     return Checkpoint(folder, partial(spec.stored_name, runner=runner), spec.ignored(runner), dry)
 
 
 def load_target(folder: str, arch: TargetArch, context: ModelContext) -> DecoderTarget:
-    """This rank's part of the target in `folder`; every tensor is checked by its header before the first is read.
+    """Load this rank's shard of the target in `folder`. All tensors are checked by their headers before any is read.
 
     Raises:
         ConfigError: as `check_target`.
@@ -53,10 +53,9 @@ def load_target(folder: str, arch: TargetArch, context: ModelContext) -> Decoder
 def load_draft_list(
     folder: str, spec: DraftSpec, target: DecoderTarget, context: ModelContext, runners: int
 ) -> list[DraftModel]:
-    """This rank's part of the first `runners` runners of the draft in `folder`.
+    """Load this rank's shard of the first `runners` runners of the draft in `folder`.
 
-    A draft without an embedding or head shares the target's. A replicated draft beside a target whose vocabulary is
-    sharded reads whole ones again; so does a draft that ranks some of the target's ids with the target's head.
+    A draft without an embedding or head shares the target's; see `share_embed_and_head`.
 
     Raises:
         ConfigError: as `check_draft`.
@@ -71,7 +70,11 @@ def load_draft_list(
 
 
 def share_embed_and_head(draft: DraftModel, target: DecoderTarget, context: ModelContext) -> None:
-    """Give a draft the target's embedding and head, in the draft's own sharding, where it needs them."""
+    """Give a draft the target's embedding and head, in the draft's own sharding, if the draft has none of its own.
+
+    They are read again, whole, in two cases: the draft's vocabulary is sharded otherwise than the target's; or the
+    target's is sharded, and the draft uses only some columns of the target's head.
+    """
     spec, vocab = draft.spec, context.sharding.vocab
     embed, head = target.get_embed_and_head()
     if embed.part != vocab and not (spec.embed == "own" and spec.head != "target"):

@@ -1,4 +1,4 @@
-"""Rotary embeddings as tables of cos and sin, and the permutation of neighbouring pairs to the half-split layout."""
+"""Rotary embeddings: tables of cos and sin, and the permutation from neighbouring pairs to the half-split layout."""
 
 import math
 
@@ -11,16 +11,17 @@ from cluster.kernels.interface import Angles
 from cluster.kv.pool import zeros
 from cluster.models.arithmetic import joined
 
-START = 16384  # rows of a table that are computed when it is made
-ROWS = 1024  # and how many at a time when a text needs more: a step waits for them
+START = 16384  # rows of a table that are computed at the start
+ROWS = 1024  # rows computed at a time when a request needs more; a step waits for them
 
 
 def frequencies(rope: Rope, dim: int) -> Tensor:
-    """Radians per position of the `dim / 2` pairs, float64, scaled as `rope` says.
+    """Return the radians per position of the `dim / 2` pairs, float64 `[dim / 2]`, scaled as `rope` says.
 
-    llama3 as in the Llama 3.1 release: long wavelengths are divided by `factor`, the band between the two frequency
-    factors is blended. YaRN (arXiv 2309.00071): the band lies between the dimensions that turn `beta_fast` and
-    `beta_slow` times over the original length. Dynamic scaling leaves positions below its length as they are.
+    llama3, as in the Llama 3.1 release, divides frequencies of long wavelengths by `factor`, and blends those in the
+    band between its two frequency factors. In YaRN (arXiv 2309.00071) the band lies between the dimensions that turn
+    `beta_fast` and `beta_slow` times over the original length. Beyond the length of a dynamic scaling, frequencies are
+    those of `dynamic_frequencies`.
     """
     inverse = 1.0 / rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     if rope.llama3 is not None:
@@ -44,10 +45,10 @@ def frequencies(rope: Rope, dim: int) -> Tensor:
 
 
 def dynamic_frequencies(rope: Rope, dim: int, positions: Tensor) -> Tensor:
-    """Radians per position of the `dim / 2` pairs at each of `positions` `[T]`, `[T, dim / 2]` float64.
+    """Return the radians per position of the `dim / 2` pairs at each of `positions` `[T]`, float64 `[T, dim / 2]`.
 
-    Dynamic NTK scaling as in `transformers`: the base grows with the length of a text, which is here the text that ends
-    with the position. So what a position means does not depend on what follows it.
+    Dynamic NTK scaling as in `transformers`: the base grows with the length of the text. Here the text ends at the
+    position itself, so that cached keys stay valid when more tokens follow.
     """
     assert rope.dynamic is not None
     factor, length = rope.dynamic
@@ -57,15 +58,15 @@ def dynamic_frequencies(rope: Rope, dim: int, positions: Tensor) -> Tensor:
 
 
 class RotaryTable:
-    """cos and signed sin per position, `[P, 1, d]`; see `Angles`.
+    """cos and signed sin per position, `[P, 1, d]` each; see `Angles`.
 
-    The table has room for all P positions that may ever be served, at an address that never changes, so that captured
-    programs can read it. Rows behind the first `START` are computed when `reach` says that they are needed: on a CPU
-    the system gives memory only to rows that are there.
+    The table is allocated for all P positions that may ever be served, so that its address never changes and captured
+    programs can read it. Rows behind the first `START` are computed when `reach` needs them. On a CPU, rows that were
+    never written take no physical memory.
     """
 
     def __init__(self, rope: Rope, head_dim: int, positions: int, dtype: torch.dtype, device: torch.device) -> None:
-        """A table of `positions` rows for the `head_dim` dimensions that are rotated.
+        """Allocate a table of `positions` rows for `head_dim` rotated dimensions, and compute the first `START` rows.
 
         Raises:
             ConfigError: the system does not grant the address space.
@@ -81,7 +82,7 @@ class RotaryTable:
             self.reach(START)
 
     def reach(self, positions: int) -> None:
-        """Compute the rows of positions below `positions` that are not there yet; the host calls it before a step."""
+        """Compute the missing rows of positions below `positions`. The host calls this before a step."""
         while self._made < min(positions, self._positions):
             start, stop = self._made, min(self._made + ROWS, self._positions)
             cos, sin = self._rows(start, stop)
@@ -90,11 +91,11 @@ class RotaryTable:
             self._made = stop
 
     def at(self, positions: Tensor) -> Angles:
-        """The angles of rows at `positions` `[T]`."""
+        """Return the angles of rows at `positions` `[T]`."""
         return Angles(self._cos.index_select(0, positions), self._sin.index_select(0, positions))
 
     def _rows(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of positions from `start` to `stop`, `[stop - start, d / 2]`, in at least float32."""
+        """Return cos and sin of positions `start` to `stop - 1`, `[stop - start, d / 2]` each, in at least float32."""
         rope, positions = self._rope, torch.arange(start, stop)
         late = rope.dynamic is not None and stop > rope.dynamic[1]
         inverse = dynamic_frequencies(rope, self._dim, positions) if late else frequencies(rope, self._dim)
@@ -106,11 +107,12 @@ class RotaryTable:
 
 
 def half_split(weight: Tensor, heads: int, rotated: int | None = None) -> Tensor:
-    """Rows `[n * d, ..]` made for rope over neighbouring pairs -> the same heads for the half-split layout.
+    """Permute weight rows `[n * d, ..]` of `heads` heads from rope over neighbouring pairs to the half-split layout.
 
-    Of each head the last `rotated` rows are permuted, all if that is None. Attention scores do not change, because q
-    and k are permuted alike.
+    Only the last `rotated` rows of each head are permuted (None: all). As q and k are permuted in the same way, scores
+    do not change.
     """
+    # Of the rotated rows: (0, 1, 2, 3, ..) -> (0, 2, 4, .., 1, 3, 5, ..).
     split = weight.view(heads, -1, *weight.shape[1:])
     keep = 0 if rotated is None else split.shape[1] - rotated
     turned = split[:, keep:]

@@ -1,4 +1,4 @@
-"""A model bound to its own pool and attention backend; a batch never carries a pool, so runners cannot mix them up."""
+"""A model bound to its own KV pool and attention backend. Batches carry no pool, so pools cannot be mixed up."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,22 +15,22 @@ from cluster.models.vocab import ShardedLogits
 
 
 class AttentionBackend(Attend, Protocol):
-    """The attention primitive, bound to a pool and a page table: told before a step what the host knows of it, and in
-    the step, once per forward, what each row sees.
+    """The attention primitive, bound to a pool and a page table. `prepare` is called by the host before a step, `bind`
+    inside the step, once per forward.
     """
 
     def prepare(self, bounds: HostBounds) -> None:
-        """A step within these bounds begins. What they are beyond the truth changes no result."""
+        """Prepare a step within `bounds`. Bounds that are wider than necessary do not change results."""
         ...
 
     def bind(self, seen: AttentionMetadata) -> None:
-        """Use `seen` for the calls of the next forward. On a GPU nothing here waits for the device."""
+        """Use `seen` for the attention calls of the next forward. On a GPU this must not wait for the device."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TargetRunner:
-    """The target with its pool; captures the aux hidden states that the draft asked for. `watch` times the forwards."""
+    """The target with its pool. Forwards return aux hidden states at `boundaries`; `watch` measures their time."""
 
     model: DecoderTarget
     pool: KVPool
@@ -39,25 +39,25 @@ class TargetRunner:
     watch: Spans
 
     def prepare(self, bounds: HostBounds, positions: int) -> None:
-        """A step within these bounds begins, all of whose rows are at positions below `positions`."""
+        """Prepare a step within `bounds`, in which all rows are at positions below `positions`."""
         self.attention.prepare(bounds)
         self.model.reach(positions)
 
     def forward(self, token_ids: Tensor, positions: Tensor, seen: AttentionMetadata) -> tuple[Tensor, list[Tensor]]:
-        """Rows `[T]` -> post-norm hidden `[T, H]`, residual stream at each boundary `[T, H]`."""
+        """Rows `[T]` -> post-norm hidden `[T, H]`, and the residual stream at each boundary, `[T, H]` each."""
         with self.watch:
             self.attention.bind(seen)
             return self.model.forward(token_ids, positions, self.attention, self.boundaries)
 
     def logits(self, hidden: Tensor) -> ShardedLogits:
-        """Hidden `[T, H]` -> logits over the vocabulary."""
+        """Post-norm hidden `[T, H]` -> logits over the vocabulary."""
         with self.watch:
             return self.model.logits(hidden)
 
 
 @dataclass(frozen=True, slots=True)
 class DraftRunner:
-    """One member of the draft runner list, with its own pool."""
+    """One member of `draft_runner_list`: a draft model with its own pool; `watch` measures its time."""
 
     model: DraftModel
     pool: KVPool
@@ -65,24 +65,24 @@ class DraftRunner:
     watch: Spans
 
     def prepare(self, bounds: HostBounds, positions: int) -> None:
-        """A step within these bounds begins, all of whose rows are at positions below `positions`."""
+        """Prepare a step within `bounds`, in which all rows are at positions below `positions`."""
         self.attention.prepare(bounds)
         self.model.reach(positions)
 
     def fuse_aux(self, aux_hidden: Tensor) -> Tensor:
-        """`[T, A]` -> `[T, H]`."""
+        """The target's hidden states `[T, A]` -> the draft's hidden `[T, H]`."""
         with self.watch:
             return self.model.fuse_aux(aux_hidden)
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, hidden: Tensor, seen: AttentionMetadata
     ) -> tuple[Tensor, Tensor]:
-        """Rows `[T]` and hidden `[T, H]` -> normed and recurrent hidden `[T, H]`."""
+        """Rows `[T]` and their hidden `[T, H]` -> (input of the head, recurrent hidden), `[T, H]` each."""
         with self.watch:
             self.attention.bind(seen)
             return self.model.forward(token_ids, positions, hidden, self.attention)
 
     def logits(self, normed: Tensor) -> ShardedLogits:
-        """Output for the head `[T, H]` -> logits over the draft vocabulary."""
+        """Input of the head `[T, H]` -> logits over the draft vocabulary."""
         with self.watch:
             return self.model.logits(normed)

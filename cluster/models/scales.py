@@ -1,7 +1,7 @@
-"""Which numbers of a quantised matrix share a scale: as the config and `g_idx` say, else as far as shapes tell.
+"""Finds out which numbers of a quantised matrix share a scale: from the config and `g_idx`, or, if the config does not
+say it, from the shapes of tensors.
 
-Where the tensors do not agree with the config, the checkpoint is refused. Shape legend: O outputs, I inputs, G groups
-of inputs.
+If tensors and config disagree, the checkpoint is refused. Shape legend: O outputs, I inputs, G groups of inputs.
 """
 
 import torch
@@ -10,17 +10,17 @@ from torch import Tensor
 from cluster.models.arithmetic import chosen
 from cluster.models.stored import Files, StoredMatrix
 
-BLOCK = 128  # outputs and inputs that share a scale where FP8 is in blocks and the config gives no `weight_block_size`
-USUAL = (16, 32, 64, 128, 256, 512, 1024)  # sizes of groups whose last one may be partial, if the config gives none
+BLOCK = 128  # outputs and inputs per block of FP8 if the config gives no `weight_block_size`
+USUAL = (16, 32, 64, 128, 256, 512, 1024)  # group sizes to try if the config gives none and the last group is partial
 
 
 def beside(files: Files, asked: StoredMatrix, name: str) -> tuple[Tensor, int]:
-    """Scales or zeros `name` as `[O, G]`, of the part asked for, and how many inputs share one of them.
+    """Return scales or zeros `name` of the requested part as `[O, G]`, and how many inputs share one of them.
 
-    They are stored as one for the tensor, one for each output, `[O, G]`, or one for each block.
+    On disk there is one scale for the tensor, one for each output, G for each output, or one for each block.
 
     Raises:
-        ConfigError: there are not as many as the config says, or as the shape of the matrix allows.
+        ConfigError: the number of scales does not agree with the config, or with the shape of the matrix.
     """
     (outputs, inputs), (start, stop) = asked.shape, asked.outputs
     held = files.read(name, (), asked.device)
@@ -43,7 +43,7 @@ def beside(files: Files, asked: StoredMatrix, name: str) -> tuple[Tensor, int]:
 
 
 def group_size(files: Files, asked: StoredMatrix, name: str, groups: int) -> int:
-    """How many inputs share a scale of `name`, which has `groups` for each output.
+    """Return how many inputs share a scale of `name`, which has `groups` scales for each output.
 
     Raises:
         ConfigError: as `beside`.
@@ -53,7 +53,10 @@ def group_size(files: Files, asked: StoredMatrix, name: str, groups: int) -> int
 
 
 def _block_of(files: Files, asked: StoredMatrix, name: str, counts: tuple[int, int]) -> tuple[int, int]:
-    """How many outputs and inputs share a scale of `name`, `counts` along both; 0: all. See `Scheme.block`."""
+    """Return how many outputs and inputs share a scale of `name`, as in `Scheme.block` (0: all).
+
+    `counts` are the numbers of scales along outputs and inputs. Raises `ConfigError` as `beside`.
+    """
     (outputs, inputs), scheme = asked.shape, files.scheme(asked.stored)
     if scheme.block is not None:
         wanted = tuple(_parts(size, of) for size, of in zip(asked.shape, scheme.block, strict=True))
@@ -89,7 +92,7 @@ def _block_of(files: Files, asked: StoredMatrix, name: str, counts: tuple[int, i
 
 
 def _group_sizes(inputs: int, groups: int) -> list[int]:
-    """The sizes that `groups` groups of so many inputs may have; more than one only where the last may be partial."""
+    """Return the possible sizes of `groups` groups of `inputs` inputs; several only if the last may be partial."""
     if groups == 1:
         return [inputs]
     even = {inputs // groups} if inputs % groups == 0 else set()
@@ -97,13 +100,15 @@ def _group_sizes(inputs: int, groups: int) -> list[int]:
 
 
 def _parts(size: int, each: int) -> int:
-    """How many parts of `each`, the last one perhaps smaller, `size` is cut into; `each` 0: it is one."""
+    """Return ceil(size / each), the number of parts of `each`; 1 if `each` is 0."""
     return -(-size // each) if each else 1
 
 
 def of_inputs(files: Files, asked: StoredMatrix, given: Tensor, each: int) -> tuple[Tensor, int]:
-    """What each group of all inputs has, `[O, G]` -> that of the inputs asked for, and how many of them share one: 1
-    where they are not whole groups that lie together. A group is of `each` inputs, the last one perhaps of fewer.
+    """Cut scales or zeros `[O, G]` of all inputs to the requested inputs; return these, and how many inputs share one.
+
+    A group has `each` inputs, the last one perhaps fewer. If the requested inputs are not whole groups of neighbours,
+    each input gets an entry of its own, and the group size is 1.
     """
     inputs, groups, (start, stop) = asked.shape[-1], given.shape[1], asked.inputs
     own = _given_order(files, asked, each, groups)
@@ -116,16 +121,16 @@ def of_inputs(files: Files, asked: StoredMatrix, given: Tensor, each: int) -> tu
 
 
 def groups_of(start: int, stop: int, each: int, given: Tensor) -> Tensor:
-    """The groups of `each` neighbours in which numbers from `start` to `stop` are, to choose of `given` by."""
-    device = "cpu" if given.is_meta else given.device  # on the meta device arithmetic is slow, see `joined`
+    """Return the group (of `each` neighbours) of numbers `start` to `stop - 1`, as an index into `given`."""
+    device = "cpu" if given.is_meta else given.device  # arithmetic on the meta device is slow
     return torch.arange(start, stop, device=device) // each
 
 
 def _given_order(files: Files, asked: StoredMatrix, each: int, groups: int) -> Tensor | None:
-    """The group of each input as `g_idx` gives it, `[I]`; None: `each` neighbours make a group.
+    """Return the group of each input as `g_idx` gives it, `[I]`; None if each group is `each` neighbouring inputs.
 
     Raises:
-        ConfigError: it names a group that there is not, or puts more than `each` inputs into one.
+        ConfigError: `g_idx` names a group without scales, or puts more than `each` inputs into one group.
     """
     stem, inputs = asked.stem, asked.shape[-1]
     for name, likely in ((f"{stem}.weight_g_idx", True), (f"{stem}.g_idx", files.quantisation.by_activation)):
@@ -133,7 +138,7 @@ def _given_order(files: Files, asked: StoredMatrix, each: int, groups: int) -> T
             continue
         files.entry(name, (inputs,))
         held = files.read(name)
-        if held.is_meta:  # only headers are read: what the config says must do
+        if held.is_meta:  # only headers are read, so the config decides
             return held if likely else None
         held = held.long()
         if held.min() < 0 or not held.any():  # left blank by the writer

@@ -1,7 +1,7 @@
-"""Slices of tensors from files: no other bytes are read, by several threads, straight to where they belong.
+"""Reading slices of tensors from files, by several threads, without reading the rest of the tensor.
 
-What is read goes into the tensor itself on a CPU. For a GPU it goes through a few pinned buffers, so the host never
-holds more of it than these. A file is not mapped: its pages belong to the kernel's cache, not to this process.
+On a CPU, bytes are read into the tensor itself. For a GPU, bytes go through a few pinned buffers, so the host never
+holds more than these buffers. Files are not memory-mapped, so their pages do not count as memory of this process.
 """
 
 import os
@@ -21,14 +21,14 @@ from cluster.config import ConfigError
 
 Index = tuple[slice | int, ...]
 CPU = torch.device("cpu")
-PART = 8 << 20  # bytes that a thread reads at once, and of a pinned buffer
-THREADS = 4  # that read: what a disk, and copying from the kernel's cache, can use
-SHORT = 4096  # bytes: shorter pieces are cut out of what lies around them, which the disk reads anyway
+PART = 8 << 20  # bytes that a thread reads at once; also the size of a pinned buffer
+THREADS = 4  # reading threads: enough to keep a disk, or copies from the page cache, busy
+SHORT = 4096  # bytes; shorter pieces are read together with the bytes between them, which the disk reads anyway
 
 
 class SliceRun(NamedTuple):
-    """Pieces of a slice, `stride` bytes apart in the file: `length` bytes each from `start` on. In the slice they lie
-    together, from byte `at` on.
+    """`pieces` pieces of a slice, of `length` bytes each. In the file the first piece is at byte `start`, and the next
+    ones follow at distances of `stride` bytes. In the slice the pieces are contiguous from byte `at` on.
     """
 
     start: int
@@ -39,18 +39,21 @@ class SliceRun(NamedTuple):
 
     @property
     def span(self) -> int:
-        """The bytes of the file from the first to the last."""
+        """Return the number of bytes in the file from the first piece to the end of the last."""
         return (self.pieces - 1) * self.stride + self.length
 
 
 def runs_of(shape: tuple[int, ...], index: Index, itemsize: int) -> tuple[tuple[int, ...], Iterator[SliceRun]]:
-    """The shape of what `index` selects of a tensor, and where its bytes lie, from the tensor's first byte on."""
+    """Return the shape of what `index` selects of a tensor, and its runs, whose `start` is relative to the tensor."""
     whole = (*index, *[slice(None)] * (len(shape) - len(index)))
     bounds, kept = list[tuple[int, int]](), list[int]()
     for one, size in zip(whole, shape, strict=True):
         start, stop, _ = slice(one, one + 1).indices(size) if isinstance(one, int) else one.indices(size)
         bounds.append((start, max(start, stop)))
         kept += [] if isinstance(one, int) else [max(0, stop - start)]
+    # Dimensions from `split` on are selected whole, so each entry of dimension split - 1 is `inner` contiguous bytes. A
+    # piece is the selected range of dimension split - 1. The entries of dimension split - 2 are the pieces of a run,
+    # `stride` apart. Each entry of the earlier dimensions is a run of its own.
     split = len(shape)
     while split and bounds[split - 1] == (0, shape[split - 1]):
         split -= 1
@@ -72,7 +75,7 @@ def runs_of(shape: tuple[int, ...], index: Index, itemsize: int) -> tuple[tuple[
 
 
 class PinnedBuffers:
-    """A few buffers through which bytes go to a device; each is used again when the device has read it."""
+    """A few pinned buffers through which bytes go to a device; a buffer is reused when the device has read it."""
 
     def __init__(
         self,
@@ -86,7 +89,7 @@ class PinnedBuffers:
             self._free.put((make(PART), event()))
 
     def send(self, fill: Callable[[memoryview], None], to: Tensor) -> None:
-        """Have `fill` write bytes, and copy them to `to` on the device, at most `PART`."""
+        """Let `fill` write bytes into a free buffer, and copy them to `to` on the device; at most `PART` bytes."""
         buffer, read = self._free.get()
         try:
             read.synchronize()
@@ -98,7 +101,7 @@ class PinnedBuffers:
 
 
 class SliceReader:
-    """Reads slices; `nbytes` counts the bytes that were asked of files."""
+    """Reads slices of tensors; `nbytes` counts the bytes requested from files."""
 
     def __init__(self, pinned: Callable[[torch.device], PinnedBuffers] = PinnedBuffers) -> None:
         self.nbytes = 0
@@ -116,10 +119,10 @@ class SliceReader:
         index: Index = (),
         device: torch.device | None = None,
     ) -> Tensor:
-        """What `index` selects of the tensor that begins at byte `start` of a file, on the device, or the CPU.
+        """Return what `index` selects of the tensor that begins at byte `start` of a file, on `device` (None: the CPU).
 
         Raises:
-            ConfigError: the file ends before it.
+            ConfigError: the file ends before the slice does.
         """
         kept, runs = runs_of(shape, index, dtype.itemsize)
         device = CPU if device is None else device
@@ -141,7 +144,7 @@ class SliceReader:
         return raw.view(dtype).view(kept)
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files, stop the threads and free the buffers."""
         if self._pool is not None:
             self._pool.shutdown()
         for source in self._files.values():
@@ -156,7 +159,7 @@ class SliceReader:
         return self._files[path]
 
     def _fill(self, path: Path, source: int, part: list[SliceRun], raw: Tensor, device: torch.device) -> None:
-        """Read the runs of a part, which lie together in the slice, to their place in `raw`."""
+        """Read the runs of a part, which are contiguous in the slice, to their place in `raw`."""
         begin, end = part[0].at, part[-1].at + part[-1].pieces * part[-1].length
 
         def fill(view: memoryview) -> None:
@@ -165,6 +168,7 @@ class SliceReader:
                 if run.pieces == 1:
                     self._read(path, source, run.start, to)
                     continue
+                # Short pieces: read the whole span, then copy the pieces out of it.
                 around = torch.empty(run.span, dtype=torch.uint8, device=CPU)
                 self._read(path, source, run.start, bytes_of(around))
                 cut = around.as_strided((run.pieces, run.length), (run.stride, 1))
@@ -182,7 +186,7 @@ class SliceReader:
         while done < len(view):
             try:
                 got = os.preadv(source, [view[done:]], start + done)
-            except OSError as error:  # as where a network's file system fails
+            except OSError as error:  # such as a failing network file system
                 raise OSError(error.errno, error.strerror, str(path)) from None
             if not got:
                 raise ConfigError(f"{str(path)!r} ends at byte {start + done}, within a tensor; copy the file again")
@@ -190,20 +194,21 @@ class SliceReader:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a tensor of bytes on the CPU."""
+    """Return the memory of a uint8 tensor on the CPU."""
     given: Any = tensor.numpy()
     return memoryview(given)
 
 
 def _parts(runs: list[SliceRun]) -> Iterator[list[SliceRun]]:
-    """The runs, cut and gathered into parts: each is at most `PART` bytes of the slice, and a run of pieces that are
-    short is one of its own, at most `PART` bytes of the file.
+    """Cut and group runs into parts of at most `PART` bytes of the slice. A run of several short pieces is not grouped
+    with others; it is cut into parts whose span in the file is at most `PART` bytes.
     """
     part: list[SliceRun] = []
     for run in runs:
         if run.pieces > 1 and run.length < SHORT and run.length <= PART:
             if part:
                 yield part
+            # (each - 1) * stride + length <= PART
             part, each = [], (PART - run.length) // run.stride + 1
             for i in range(0, run.pieces, each):
                 start, at = run.start + i * run.stride, run.at + i * run.length

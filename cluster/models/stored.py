@@ -1,4 +1,4 @@
-"""What is asked of a checkpoint's quantised matrix, and what reading one asks of the checkpoint."""
+"""Types for reading quantised matrices: the matrix to read (`StoredMatrix`), and the checkpoint as formats see it."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,39 +16,40 @@ Index = tuple[slice | int, ...]
 
 
 class Files(Protocol):
-    """What a format asks of a checkpoint; names are those on disk."""
+    """A checkpoint as the readers of quantised formats see it; names are those on disk."""
 
     quantisation: Quantisation
 
     def entry(self, stored: str, shape: tuple[int, ...] | None = None) -> TensorLocation:
-        """Where it lies, counted as used; refused if it is missing or of another shape."""
+        """Return where the tensor lies, and count it as used; raises `ConfigError` if missing or of another shape."""
         ...
 
     def has(self, stored: str) -> bool:
-        """Whether it is there."""
+        """Whether the tensor exists."""
         ...
 
     def read(self, stored: str, index: Index = (), device: torch.device | None = None) -> Tensor:
-        """What `index` selects of it, on `device`, else on the CPU; counted as used."""
+        """Return what `index` selects of the tensor, on `device` (None: the CPU), and count it as used."""
         ...
 
     def skip(self, stored: str) -> None:
-        """Count it as used if it is there."""
+        """Count the tensor as used, if it exists."""
         ...
 
     def scheme(self, stored: str) -> Scheme:
-        """What the config says of the matrix `stored`."""
+        """Return the quantisation scheme that the config gives for the matrix `stored`."""
         ...
 
     def wrong(self, stored: str, problem: str) -> ConfigError:
-        """The error that there is a `problem` with it."""
+        """Return an error that names the tensor and a `problem` with it."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StoredMatrix:
-    """A part of the matrix `stored` `[.., O, I]` of `shape`: its outputs in `rows`, its inputs in `columns`; what it is
-    made of goes to the `device` as it is stored, and is unpacked there. None: the CPU.
+    """A part of the matrix `stored` `[.., O, I]` of `shape`: the outputs in `rows` and the inputs in `columns` (None:
+    all), of one `expert` if the matrix is a stack. Packed bytes are copied to `device` (None: the CPU) and unpacked
+    there.
     """
 
     stored: str
@@ -60,15 +61,15 @@ class StoredMatrix:
 
     @property
     def stem(self) -> str:
-        """What its tensors have in common."""
+        """Return the common prefix of the names of the matrix's tensors (codes, scales, zeros)."""
         return self.stored.removesuffix(".weight")
 
     @property
     def outputs(self) -> Span:
-        """The outputs asked for."""
+        """Return the span of outputs to read."""
         return (0, self.shape[-2]) if self.rows is None else self.rows
 
     @property
     def inputs(self) -> Span:
-        """The inputs asked for."""
+        """Return the span of inputs to read."""
         return (0, self.shape[-1]) if self.columns is None else self.columns

@@ -1,4 +1,4 @@
-"""What became of the quantised weights of a checkpoint."""
+"""A tally of a checkpoint's quantised weights: how many stay packed, how many were dequantised on load."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -9,9 +9,7 @@ from cluster.kernels.quantised import Quantised
 
 @dataclass(slots=True)
 class QuantisationTally:
-    """How many of them, by kind, stay packed and how many were dequantised. What stays packed would be `numbers`, and
-    takes `nbytes`.
-    """
+    """Counts of packed and of dequantised weights, by kind. Packed weights have `numbers` values in `nbytes` bytes."""
 
     packed: Counter[str] = field(default_factory=Counter)
     dequantised: Counter[str] = field(default_factory=Counter)
@@ -19,14 +17,14 @@ class QuantisationTally:
     nbytes: int = 0
 
     def keep(self, matrix: Quantised, made: Weight | Stack, count: int = 1) -> None:
-        """`count` matrices like this one stay packed, as `made`."""
+        """Count `count` matrices like `matrix` that stay packed, as `made`."""
         self.packed[matrix.about] += count
         outputs, inputs = matrix.shape
         self.numbers += count * outputs * inputs
         self.nbytes += made.nbytes
 
     def lines(self, activations: bool) -> list[str]:
-        """It in words; `activations`: the checkpoint wants them quantised too."""
+        """Return the tally in words. `activations` says whether the checkpoint's config wants quantised activations."""
         said = []
         if self.packed:
             said.append(f"{self.packed.total()} quantised weights stay packed: {_shown(self.packed)}")

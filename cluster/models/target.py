@@ -1,4 +1,4 @@
-"""The one target of all families: an embedding, decoder layers that may differ, a final norm, an own or tied head."""
+"""The target model of all families: an embedding, decoder layers that may differ, a final norm, a head."""
 
 from dataclasses import replace
 
@@ -15,10 +15,10 @@ from cluster.models.vocab import Embedding, Head, ShardedLogits, load_embedding,
 
 
 class DecoderTarget:
-    """A target on one rank. `forward` returns the post-norm hidden and the aux hidden states at given boundaries."""
+    """The target on one rank."""
 
     def __init__(self, arch: TargetArch, checkpoint: Checkpoint, context: ModelContext) -> None:
-        """Load this rank's part of every tensor of the checkpoint, strictly.
+        """Load this rank's shard of every tensor of the checkpoint.
 
         Raises:
             ConfigError: a tensor is missing, unknown or of the wrong shape.
@@ -35,6 +35,7 @@ class DecoderTarget:
         ropes = list(dict.fromkeys(g.rope for g in arch.layers))
         self._rotaries = [RotaryTable(rope, first.rope_dim, context.max_position, dtype, device) for rope in ropes]
         self._rope_of = [ropes.index(g.rope) for g in arch.layers]
+        # The scale is rounded to float32, then to the compute dtype. Only in float64 it is not rounded.
         scale = arch.embed_scale
         self._embed_scale = None if scale is None else torch.tensor(scale).to(device, dtype)
         if scale is not None and dtype == torch.float64:
@@ -42,23 +43,26 @@ class DecoderTarget:
 
     @property
     def ops(self) -> tuple[tuple[str, ...], tuple[str, ...], int, int]:
-        """The exchange calls of a forward and of the head, in order; the widths of rows and of this shard's logits."""
+        """Return the exchange calls of a forward and of the head, in order; H; the width of this shard's logits."""
         forward = ("embed", *(op for layer in self._layers for op in layer.ops))
         return forward, ("head",), self.arch.hidden, self._head.columns
 
     def get_embed_and_head(self) -> tuple[Embedding, Head]:
-        """The embedding and the head, for a draft to share; an embedding's rows are not scaled."""
+        """Return the embedding (without `embed_scale`) and the head, for a draft to share."""
         return self._embed, self._head
 
     def reach(self, positions: int) -> None:
-        """Rows of the next steps are at positions below `positions`; the host calls this before such a step."""
+        """Prepare rotary tables for positions below `positions`. The host calls this before a step."""
         for rotary in self._rotaries:
             rotary.reach(positions)
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, attend: Attend, boundaries: tuple[int, ...]
     ) -> tuple[Tensor, list[Tensor]]:
-        """Rows `[T]` -> post-norm hidden `[T, H]` and the residual stream entering each boundary, `[T, H]` each."""
+        """Rows `[T]` -> post-norm hidden, and the residual stream (aux hidden) at each boundary, `[T, H]` each.
+
+        Boundary i is the input of layer i; boundary `num_layers` is the output of the last layer.
+        """
         hidden = self._embed(token_ids, self._exchange)
         if self._embed_scale is not None:
             hidden = hidden * self._embed_scale
@@ -66,6 +70,7 @@ class DecoderTarget:
         if self.arch.query_scaling is not None:
             attend = GrownQueries(attend, positions, *self.arch.query_scaling)
         aux: list[Tensor] = []
+        # The residual stream is `hidden` + `more`: the addition is left to `add_norm`, one kernel for sum and norm.
         more: Tensor | None = None
         for index, layer in enumerate(self._layers):
             hidden, normed = self._kernels.add_norm(hidden, more, layer.input_norm, layer.eps)
@@ -79,28 +84,28 @@ class DecoderTarget:
 
     @property
     def token_ids(self) -> range:
-        """The ids of this shard's columns; those from `vocab_size` on are nobody's."""
+        """Return the token ids of this shard's columns; ids from `vocab_size` on are padding."""
         return range(self._head.start, self._head.start + self._head.columns)
 
     def logits(self, hidden: Tensor) -> ShardedLogits:
-        """Post-norm hidden `[T, H]` -> logits over the vocabulary."""
+        """Post-norm hidden `[T, H]` -> logits over the vocabulary, or this rank's shard of them."""
         return self._head(hidden, self._exchange, self.arch.softcap)
 
 
 def target_checkpoint(folder: str, arch: TargetArch, dry: bool = False) -> Checkpoint:
-    """The checkpoint of `arch` in `folder`, under the names of its family."""
+    """Open the checkpoint of `arch` in `folder`, with the names of its family. If `dry`, only headers are read."""
     return Checkpoint(folder, arch.stored_name, arch.ignored, dry)
 
 
 def read_embed_and_head(folder: str, arch: TargetArch, context: ModelContext) -> tuple[Embedding, Head]:
-    """The whole embedding and head of the target in `folder`."""
+    """Read the whole embedding and head of the target in `folder`, whatever the sharding of `context`."""
     load = Loader(target_checkpoint(folder, arch), replace(context, sharding=WHOLE))
     embed = load_embedding(load, "embed_tokens.weight", arch.vocab_size, arch.hidden)
     return embed, _head(load, arch, embed)
 
 
 def _head(load: Loader, arch: TargetArch, embed: Embedding) -> Head:
-    """The head: the checkpoint's own where it holds one, even if the config ties it to the embedding."""
+    """Return the head. It is tied to the embedding only if the config says so and the checkpoint has no own head."""
     if arch.tied and not load.checkpoint.holds("lm_head.weight"):
         return tied_head(embed, arch.vocab_size, load.kernels)
     return load_head(load, "lm_head.weight", arch.vocab_size, arch.hidden)

@@ -1,4 +1,4 @@
-"""Embedding and head, whole or one shard of the vocabulary.
+"""Embedding and head, whole or sharded over the vocabulary.
 
 A vocabulary of V ids over n ranks is cut into n equal parts of v = ceil(V / n) ids; the last one is padded with zeros.
 """
@@ -20,7 +20,7 @@ ALL = Shard()
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """`weight` `[v, H]` are the rows of ids `start` to `start + v - 1`."""
+    """An embedding or its shard `part`: `weight` `[v, H]` has the rows of ids `start` to `start + v - 1`."""
 
     weight: Tensor
     start: int = 0
@@ -28,11 +28,12 @@ class Embedding:
 
     def __call__(self, ids: Tensor, exchange: TokenExchange) -> Tensor:
         """Token ids `[T]` -> rows `[T, H]`."""
-        return exchange.embed(ids, self._lookup)
+        return exchange.embed(ids, self._lookup)  # sums the shards' rows
 
     def _lookup(self, ids: Tensor) -> Tensor:
         if self.part.size == 1:
             return F.embedding(ids, self.weight)
+        # Ids of other shards get zeros, so that the sum over all shards is the embedding.
         local = ids - self.start
         foreign = (local < 0) | (local >= self.weight.shape[0])
         return F.embedding(local.masked_fill(foreign, 0), self.weight).masked_fill_(foreign[:, None], 0)
@@ -40,10 +41,11 @@ class Embedding:
 
 @dataclass(frozen=True, slots=True)
 class ShardedLogits:
-    """What a head gives on one rank: logits `values` `[T', v]` of its columns `start` to `start + v - 1` of `vocab`.
+    """The logits of a head on one rank: `values` `[T', v]` for the columns `start` to `start + v - 1` of `vocab`.
 
-    Those beyond the vocabulary are -inf, so that they are never chosen. Own rows begin with row `first`; the others are
-    those of other groups. `shards` hold the other columns; None where `values` has them all, of own rows.
+    Columns beyond the vocabulary are -inf, so that they are never chosen. This rank's own rows begin at row `first`;
+    other rows belong to other groups. `shards` connects to the ranks with other columns; it is None if this rank has
+    all columns.
     """
 
     values: Tensor
@@ -55,7 +57,7 @@ class ShardedLogits:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """`weight` `[H, v]` are this shard's columns, from `start` on, of a head over `vocab` ids."""
+    """A head over `vocab` ids or its shard: `weight` `[H, v]` has the columns from `start` on."""
 
     weight: Weight
     vocab: int
@@ -63,11 +65,11 @@ class Head:
 
     @property
     def columns(self) -> int:
-        """v, this shard's part of the vocabulary."""
+        """Return v, the number of columns of this shard."""
         return self.weight.shape[1]
 
     def __call__(self, rows: Tensor, exchange: TokenExchange, cap: float | None = None) -> ShardedLogits:
-        """Rows `[T, H]` -> this shard's logits, bent so that they stay below `cap` (softcap)."""
+        """Rows `[T, H]` -> this shard's logits. If `cap` (softcap) is given, logits x become cap * tanh(x / cap)."""
         values, first = exchange.head(rows, self.weight)
         if cap is not None:
             values = torch.tanh(values / cap) * cap
@@ -77,7 +79,7 @@ class Head:
 
 
 def load_embedding(load: Loader, name: str, vocab: int, hidden: int) -> Embedding:
-    """This rank's shard of the embedding `name` `[V, H]`."""
+    """Return this rank's shard of the embedding `name` `[V, H]`."""
     part = load.sharding.vocab
     each = -(-vocab // part.size)
     start, stop = min(vocab, part.rank * each), min(vocab, (part.rank + 1) * each)
@@ -88,17 +90,17 @@ def load_embedding(load: Loader, name: str, vocab: int, hidden: int) -> Embeddin
 
 
 def load_head(load: Loader, name: str, vocab: int, hidden: int) -> Head:
-    """This rank's shard of the head `name` `[V, H]`."""
+    """Return this rank's shard of the head `name` `[V, H]`."""
     return tied_head(load_embedding(load, name, vocab, hidden), vocab, load.kernels)
 
 
 def tied_head(embedding: Embedding, vocab: int, kernels: Kernels) -> Head:
-    """The head with the weights of `embedding`."""
+    """Return the head that has the weights of `embedding`."""
     return Head(kernels.weight(embedding.weight.t().contiguous()), vocab, embedding.start)
 
 
 def chosen_head(whole: Head, ids: Tensor, part: Shard, kernels: Kernels) -> Head:
-    """This rank's shard of the head's columns for `ids` `[Vd]` only (FR-Spec, arXiv 2502.14856)."""
+    """Return this rank's shard of the head with only the columns of `ids` `[Vd]` (FR-Spec, arXiv 2502.14856)."""
     each = -(-ids.shape[0] // part.size)
     start = part.rank * each
     weight = whole.weight.dense()[:, ids[start : start + each]]

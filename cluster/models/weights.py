@@ -1,5 +1,5 @@
-"""Weights from a checkpoint: read by slice, shape-checked, quantised where the kernels keep them so, else in the
-compute dtype on the device.
+"""Weights from a checkpoint: only this rank's slice is read, and its shape is checked. Quantised weights stay packed if
+the kernels support that; all other weights are converted to the compute dtype on the device.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,11 +18,11 @@ from cluster.models.stored import Span
 
 
 class _UnlikeError(Exception):
-    """Experts of one layer that are not quantised alike."""
+    """The experts of one layer are quantised in different ways."""
 
 
 class WeightLoader:
-    """Takes named tensors of one checkpoint into the compute dtype and device, reading only this rank's shard."""
+    """Loads named tensors of one checkpoint to the device, reading only this rank's shard."""
 
     def __init__(self, checkpoint: Checkpoint, context: ModelContext) -> None:
         self.checkpoint, self.dtype, self.device = checkpoint, context.dtype, context.device
@@ -32,29 +32,31 @@ class WeightLoader:
     def take(
         self, name: str, *shape: int, rows: Span | None = None, columns: Span | None = None, expert: int | None = None
     ) -> Tensor:
-        """One tensor, shape-checked; `rows`, `columns` and `expert` as in `Checkpoint.take`."""
+        """Return one tensor in the compute dtype; `rows`, `columns` and `expert` as in `Checkpoint.matrix`."""
         return self._dense(self.matrix(name, *shape, rows=rows, columns=columns, expert=expert))
 
     def wide(self, name: str, *shape: int) -> Tensor:
-        """One tensor in at least float32, for what half precision would spoil."""
+        """Return one tensor in at least float32, for values that half precision would round too much."""
         return self._dense(self.checkpoint.matrix(name, shape, device=self.device), self._widest)
 
     def norm(self, name: str, size: int, unit_offset: bool = False) -> Tensor:
-        """A norm's weight; with `unit_offset` 1 + weight in at least float32, as half precision would round it away."""
+        """Return a norm's weight. If `unit_offset`, return 1 + weight, in at least float32: half precision is too
+        coarse.
+        """
         if not unit_offset:
             return self.take(name, size)
         weight = self.wide(name, size)
-        return weight if weight.device.type == "meta" else 1 + weight  # see `joined`
+        return weight if weight.device.type == "meta" else 1 + weight  # arithmetic on the meta device is slow
 
     def matrix(
         self, name: str, *shape: int, rows: Span | None = None, columns: Span | None = None, expert: int | None = None
     ) -> Matrix:
-        """As `take`, but what is quantised on disk stays so."""
+        """Return one tensor as `take` does, but a matrix that is quantised on disk stays quantised."""
         held = self.checkpoint.matrix(name, shape, rows, columns, expert, self.device)
         return held if isinstance(held, Quantised) else self._dense(held)
 
     def weight(self, matrix: Matrix) -> Weight:
-        """A weight from `matrix` `[outputs, inputs]`, the layout of checkpoints."""
+        """Return a weight from `matrix` `[outputs, inputs]`, the layout of checkpoints."""
         if isinstance(matrix, Quantised) and self.kernels.keeps(matrix, self.dtype):
             made = self.kernels.quantised(matrix, self.dtype)
             self.checkpoint.tally.keep(matrix, made)
@@ -63,13 +65,13 @@ class WeightLoader:
         return self.kernels.weight(dense.t().contiguous())
 
     def stack(self, experts: range, matrix_of: Callable[[int], Matrix]) -> Stack:
-        """The weights of these experts, each from its matrix `[outputs, inputs]`, read one after the other."""
+        """Return the weights of these experts, each from `matrix_of(expert)` `[outputs, inputs]`, read one by one."""
         first, count = matrix_of(experts[0]), len(experts)
         if isinstance(first, Quantised) and self.kernels.keeps(first, self.dtype):
             try:
                 made = self.kernels.quantised_stack(self._like(first, experts, matrix_of), self.dtype)
             except _UnlikeError:
-                pass  # one weight for all of them is dense, then
+                pass  # the stack must be of one kind, so it becomes dense
             else:
                 self.checkpoint.tally.keep(first, made, count)
                 return made
@@ -81,10 +83,10 @@ class WeightLoader:
         return self.kernels.stack(whole)
 
     def _like(self, first: Quantised, experts: range, matrix_of: Callable[[int], Matrix]) -> Iterator[Quantised]:
-        """The experts' matrices, all quantised as the `first`.
+        """Yield the experts' matrices, which must be quantised in the same way as the `first`.
 
         Raises:
-            _UnlikeError: one is not.
+            _UnlikeError: one of them is not.
         """
         yield first
         for expert in experts[1:]:
@@ -95,27 +97,30 @@ class WeightLoader:
             yield matrix
 
     def _dense(self, matrix: Matrix, dtype: torch.dtype | None = None) -> Tensor:
-        """The matrix in `dtype`, or that of the model, on the device."""
+        """Return the matrix as a tensor on the device, in `dtype` (None: the compute dtype)."""
         if isinstance(matrix, Quantised):
             self.checkpoint.tally.dequantised[matrix.about] += 1
             matrix = matrix.numbers(self._widest)
         return placed(matrix, self.dtype if dtype is None else dtype, self.device)
 
     def beneath(self, parts: list[Matrix]) -> Matrix:
-        """Matrices of the same inputs, one's outputs after the other's; quantised if all are, and alike."""
+        """Concatenate the outputs of matrices with equal inputs. If all are quantised and `fit`, so is the result."""
         quantised = [part for part in parts if isinstance(part, Quantised)]
         if len(quantised) == len(parts) and fit(quantised):
             return side_by_side(quantised)
         return joined([self._dense(part) for part in parts])
 
     def projection(self, name: str, rows: int, columns: int) -> Weight:
-        """One weight of `rows` outputs and `columns` inputs."""
+        """Return the weight `name` of `rows` outputs and `columns` inputs."""
         return self.weight(self.matrix(name, rows, columns))
 
     def outputs(
         self, names: list[str], rows: list[int], spans: list[Span], columns: int, bias: bool
     ) -> tuple[Matrix, Tensor | None]:
-        """Column-parallel projections, packed: of each the outputs in its span, `[sum, columns]`, and their biases."""
+        """Return column-parallel projections packed into one, `[sum of spans, columns]`, and their biases.
+
+        `names[i]` has `rows[i]` outputs on disk, of which those in `spans[i]` are read.
+        """
         each = list(zip(names, rows, spans, strict=True))
         weight = self.beneath([self.matrix(f"{name}.weight", r, columns, rows=span) for name, r, span in each])
         biases = [self.take(f"{name}.bias", r, rows=span) for name, r, span in each] if bias else []
@@ -124,14 +129,17 @@ class WeightLoader:
     def inputs(
         self, name: str, rows: int, columns: int, span: Span, bias: bool, part: Shard
     ) -> tuple[Weight, Tensor | None]:
-        """A row-parallel projection, of the inputs in `span`; only part 0 adds the bias."""
+        """Return a row-parallel projection of the inputs in `span`, and its bias.
+
+        Partial sums of all ranks are added up, so only rank 0 of `part` has the bias.
+        """
         weight = self.weight(self.matrix(f"{name}.weight", rows, columns, columns=span))
         added = self.take(f"{name}.bias", rows) if bias else None
         return weight, added if part.rank == 0 else None
 
 
 def side_by_side(parts: list[Quantised]) -> Quantised:
-    """Quantised matrices that `fit`, one's outputs after the other's."""
+    """Concatenate the outputs of quantised matrices that `fit`."""
     parts = alike(parts)
     zeros = [part.zeros for part in parts if part.zeros is not None]
     return replace(
@@ -143,7 +151,8 @@ def side_by_side(parts: list[Quantised]) -> Quantised:
 
 
 def in_order(matrix: Matrix, change: Callable[[Tensor], Tensor]) -> Matrix:
-    """The outputs of `matrix` `[outputs, inputs]` in the order that `change` makes of `[outputs]` numbers."""
+    """Return `matrix` `[outputs, inputs]` with its outputs permuted as `change` permutes a vector `[outputs]`."""
+    # `change` is applied to 0, 1, 2, ..; the result is the index to select by.
     order = change(torch.arange(matrix.shape[0]))
     if isinstance(matrix, Quantised):
         return matrix.each(lambda part: chosen(part, order, 0))
@@ -151,5 +160,5 @@ def in_order(matrix: Matrix, change: Callable[[Tensor], Tensor]) -> Matrix:
 
 
 def apart(order: Tensor) -> Tensor:
-    """What alternates, gates and ups, one after the other."""
+    """Split alternating entries (gate, up, gate, up, ..) into all gates, then all ups."""
     return joined([order[0::2], order[1::2]])

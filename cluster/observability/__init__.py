@@ -1,1 +1,1 @@
-"""Metrics, their Prometheus page, logs, and the predicted times of steps."""
+"""Metrics, the Prometheus page, logs, and predicted step times."""

@@ -1,9 +1,9 @@
-"""Registries as JSON, and many of them as one Prometheus page.
+"""Serialises metric registries as JSON, and merges many of them into one Prometheus page.
 
-A rank and a replica each serialise their registry; `merge` puts the samples of all of them together. Those of different
-Serve replicas stay apart, by the label `replica`: the sum would fall when one of them is away for a scrape, which
-Prometheus takes for a restart of the counter. For tools that look for
-vLLM's series (`vllm:...`), `merge` exports ours a second time under those names.
+Each rank and each replica serialises its registry; `merge` combines these samples. Series of different Serve replicas
+stay separate, by the label `replica`: their sum would fall when one replica misses a scrape, and Prometheus would treat
+that as a restart of the counter. `merge` exports the same values a second time under vLLM's names (`vllm:...`), for
+tools that read vLLM's series.
 """
 
 import json
@@ -14,13 +14,13 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-SCHEMA = 1
+SCHEMA = 1  # version of the JSON format
 
-# Facts, which are not added: of several samples with the same labels, the greatest is kept. Of start times that is the
-# latest, so that the restart of any process shows.
+# Families whose series are not added up: of several samples with the same labels, the greatest value is kept. For start
+# times the greatest is the latest, so that the restart of any process shows.
 LATEST = frozenset({"aerie_build_info", "process_start_time_seconds"})
 
-# Our family -> the second names it is exported under. `engine` is vLLM's word for a data-parallel rank.
+# Our metric family -> its names at vLLM, under which it is exported a second time.
 TOOL_NAMES: Mapping[str, tuple[str, ...]] = {
     "aerie_drafts": ("vllm:spec_decode_num_drafts",),
     "aerie_verified_nodes": ("vllm:spec_decode_num_draft_tokens",),
@@ -46,14 +46,14 @@ KV_USAGE = "vllm:kv_cache_usage_perc"
 
 
 def merge(samples: Iterable[bytes]) -> bytes:
-    """The Prometheus text page of serialised samples, with the second names that tools read.
+    """Return the Prometheus text page of serialised samples, including the series under vLLM's names.
 
-    Series are added when name and all labels agree, so ranks stay apart where `rank` is a label, and so do replicas. A
-    rank knows only the model's folder; where all replicas serve it under one name, that name replaces the folder in
-    every series.
+    Series are added if their name and all labels agree, so the labels `rank` and `replica` keep series separate. A rank
+    knows only the model's folder; if all replicas serve the model under one name, that name replaces the folder in the
+    label `model_name` of every series.
 
     Raises:
-        ValueError: a sample of another schema, or a family that two samples declare with different types.
+        ValueError: a sample has another schema, or two samples declare a family with different types.
     """
     families: dict[str, Metric] = {}
     totals: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
@@ -80,7 +80,7 @@ def merge(samples: Iterable[bytes]) -> bytes:
 
 
 class Sums:
-    """The series of serialised samples, added up: all of a name, or those of each value of one of its labels."""
+    """Sums over the series of serialised samples: over all series of a name, or per value of one label."""
 
     def __init__(self, samples: Iterable[bytes]) -> None:
         self._series: dict[str, list[tuple[Mapping[str, str], float]]] = {}
@@ -90,19 +90,19 @@ class Sums:
                     self._series.setdefault(name + suffix, []).append((labels, value))
 
     def total(self, name: str, **labels: str) -> float:
-        """The sum of the series of a name with these labels; 0.0 where there are none."""
+        """Return the sum of the series of a name that have these labels; 0.0 if there are none."""
         return sum(value for own, value in self._series.get(name, ()) if labels.items() <= own.items())
 
     def by(self, label: str, name: str, **labels: str) -> dict[str, float]:
-        """The same for each value of a label."""
+        """Return for each value of `label` the sum that `total` returns."""
         values = dict.fromkeys(own[label] for own, _ in self._series.get(name, ()) if labels.items() <= own.items())
         return {value: self.total(name, **{**labels, label: value}) for value in values}
 
 
 class ProcessFacts(Collector):
-    """This process's CPU, memory and files, as prometheus_client's collector names them, with our labels added.
+    """This process's CPU time, memory and open files, under prometheus_client's names, with `labels` added.
 
-    They are read from /proc when a page is made; where there is none (not on Linux) there are no such series.
+    The values are read from /proc at each collection. Without /proc (not on Linux) there are no such series.
     """
 
     def __init__(self, labels: Mapping[str, str]) -> None:
@@ -110,11 +110,11 @@ class ProcessFacts(Collector):
         self._source = ProcessCollector(registry=None)
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: a registry would otherwise collect once to learn the names."""
+        """Return nothing. Without this method a registry would call `collect` once to learn the names."""
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        """One family per fact."""
+        """Yield one metric family per value."""
         for source in self._source.collect():
             family = Metric(source.name, source.documentation, source.type)
             for sample in source.samples:
@@ -123,7 +123,7 @@ class ProcessFacts(Collector):
 
 
 class _Page(Collector):
-    """Families that are already collected, in the shape that `generate_latest` takes."""
+    """Collected families as a collector, the argument type of `generate_latest`."""
 
     def __init__(self, families: list[Metric]) -> None:
         self._families = families
@@ -133,14 +133,14 @@ class _Page(Collector):
 
 
 def of_replica(sample: bytes, replica: str) -> bytes:
-    """The sample of a rank, which does not know whose it is, as one of this Serve replica's."""
+    """Return the serialised sample of a rank with the id of its Serve replica, which the rank does not know."""
     return b'{"replica":' + json.dumps(replica).encode() + b"," + sample.removeprefix(b"{")
 
 
 def serialize(registry: CollectorRegistry, served_as: str | None = None, replica: str = "") -> bytes:
-    """A registry as JSON, for `merge`: per family its name, type, help and series (suffix, labels, value).
+    """Return a registry as JSON for `merge`: per family its name, type, help and series (suffix, labels, value).
 
-    Creation times are left out.
+    `served_as` is the model name for clients. Creation times are left out.
     """
     families: list[Any] = []
     for family in registry.collect():
@@ -155,7 +155,7 @@ def serialize(registry: CollectorRegistry, served_as: str | None = None, replica
 
 
 def _second_names(families: Mapping[str, Metric]) -> list[Metric]:
-    """The families of `TOOL_NAMES` that are present, and KV usage computed from the summed pages."""
+    """Return copies of the families of `TOOL_NAMES` under vLLM's names, and KV usage computed from the page counts."""
     made = []
     for ours, others in TOOL_NAMES.items():
         if source := families.get(ours):
@@ -181,6 +181,6 @@ def _second_names(families: Mapping[str, Metric]) -> list[Metric]:
 
 
 def _tool_labels(labels: Mapping[str, str]) -> dict[str, str]:
-    """Our labels as vLLM names them: `rank` is `engine`, and `depth` counted from 1 is `position` counted from 0."""
+    """Return labels under vLLM's names: `rank` becomes `engine`, `depth` (from 1) becomes `position` (from 0)."""
     words = {"rank": "engine", "depth": "position"}
     return {words.get(k, k): str(int(v) - 1) if k == "depth" else v for k, v in labels.items()}

@@ -1,8 +1,8 @@
-"""One log for a whole server: each of its processes appends whole lines to the same file, one file per machine.
+"""One log for a whole server: all its processes on a machine append whole lines to the same file.
 
-A line has its time (UTC), level, logger and, where there are such, the rank of the process and the id of the request
-that it is about; as `json` it is one object with the same. Aerie's own loggers write INFO and above, those of other
-libraries WARNING and above. The file outlives the server. Ray is not imported here.
+A line has a time (UTC), level, logger and, where known, the rank of the process and the id of the request; the format
+`json` has the same values as one object per line. Aerie's own loggers write INFO and above, loggers of other libraries
+WARNING and above. The file stays after the server has ended. This module does not import Ray.
 """
 
 import fcntl
@@ -25,13 +25,13 @@ from cluster.paths.cache_folder import cache_folder
 LogFormat = Literal["text", "json"]
 
 FOLDER = "logs"  # in `cache_folder()`
-LIMIT_BYTES = 64 << 20  # of one file; then it is renamed to FILE.1, replacing an older FILE.1
-KEPT_LOGS = 20  # of the latest servers, in the default folder
+LIMIT_BYTES = 64 << 20  # a file of this size is renamed to FILE.1, replacing an older FILE.1
+KEPT_LOGS = 20  # log files of `aerie serve` that the default folder keeps, the latest ones
 OURS = "cluster"
-SERVE = "ray.serve"  # Serve's logger; in a replica neither it nor Ray's above it propagates to the root
+SERVE = "ray.serve"  # Serve's logger; in a replica, its records do not propagate to the root logger
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
-"""The id of the request that the present task serves; empty outside of one."""
+"""The id of the request that the current task serves; empty outside a request."""
 
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 _installed: list[tuple[logging.Logger, logging.Handler]] = []
@@ -39,26 +39,26 @@ _installed: list[tuple[logging.Logger, logging.Handler]] = []
 
 @dataclass(frozen=True, slots=True)
 class LogSettings:
-    """Where the log is (an absolute path), and in which format."""
+    """The absolute path of the log, and the format of its lines."""
 
     path: str
     format: LogFormat = "text"
 
 
 def default_path(name: str) -> Path:
-    """The log of that name in the default folder.
+    """Return the path of the log `name` in the default folder.
 
     Raises:
-        ConfigError: there is no folder for it.
+        ConfigError: no cache folder can be used.
     """
     return cache_folder() / FOLDER / f"{name}.log"
 
 
 def drop_old(folder: Path, keep: int = KEPT_LOGS) -> None:
-    """Remove all but the latest logs of `aerie serve` in a folder; files with other names stay."""
+    """Remove all but the `keep` latest logs of `aerie serve` in a folder; files with other names stay."""
     logs: list[tuple[float, Path]] = []
     for path in folder.glob("serve-*.log*"):
-        with suppress(OSError):  # another server that starts may remove it
+        with suppress(OSError):  # another starting server may have removed it
             logs.append((path.stat().st_mtime, path))
     for _, path in sorted(logs, reverse=True)[keep:]:
         with suppress(OSError):
@@ -66,9 +66,9 @@ def drop_old(folder: Path, keep: int = KEPT_LOGS) -> None:
 
 
 def configure(settings: LogSettings, *, rank: int | None = None, to_stderr: bool = True) -> None:
-    """Let this process write to the log. A second call replaces what the first has set.
+    """Make this process write to the log. A second call replaces the handlers of the first.
 
-    With `to_stderr`, warnings are also written to stderr; of Ray's processes that is a file of Ray's, one per process.
+    With `to_stderr`, warnings also go to stderr; Ray redirects the stderr of each of its processes to a file.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -97,7 +97,7 @@ def configure(settings: LogSettings, *, rank: int | None = None, to_stderr: bool
 
 
 def _last_logger(name: str) -> logging.Logger:
-    """The last logger that a record logged under `name` reaches: the root, unless one on the way does not propagate."""
+    """Return the last logger that a record of `name` reaches: the root, or a logger that does not propagate."""
     logger = logging.getLogger(name)
     while logger.propagate and logger.parent is not None:
         logger = logger.parent
@@ -109,9 +109,9 @@ def _wanted(record: logging.LogRecord) -> bool:
 
 
 class Relay(logging.Handler):
-    """Passes the records of a logger on to a handler of another logger, with that handler's filters and format.
+    """Passes records to a handler of another logger, which applies its own filters and format.
 
-    The log's own handler cannot be on Ray's loggers: `ray.init` gives each of their handlers a format of Ray's.
+    The log's own handler cannot be added to Ray's loggers: `ray.init` would replace the handler's format by Ray's.
     """
 
     def __init__(self, target: logging.Handler) -> None:
@@ -119,18 +119,18 @@ class Relay(logging.Handler):
         self._target = target
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Pass one record on."""
+        """Pass one record to the target handler."""
         self._target.handle(record)
 
 
 class SharedFile(logging.Handler):
     """Appends each line with one write, so that lines of several processes do not mix; rotates at a size limit.
 
-    Only the owner may read the file: it does not hold prompts, but the ids and sizes of requests.
+    Only the owner may read the file. It holds ids and sizes of requests, but no prompts.
     """
 
     def __init__(self, path: str, limit_bytes: int = LIMIT_BYTES) -> None:
-        """Raises OSError where the file cannot be opened."""
+        """Raises OSError if the file cannot be opened."""
         super().__init__()
         self._path = path
         self._limit = limit_bytes
@@ -138,7 +138,7 @@ class SharedFile(logging.Handler):
         self._file = self._open()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the record's line, or nothing once closed; `logging` reports a failure on stderr."""
+        """Write the line of a record, or nothing after `close`. `logging` reports a failure on stderr."""
         if self._file < 0:
             return
         try:
@@ -152,7 +152,7 @@ class SharedFile(logging.Handler):
             self.handleError(record)
 
     def close(self) -> None:
-        """Close the file, once: at a second call its descriptor may already belong to another file."""
+        """Close the file at the first call only: a second call could close a descriptor of another file."""
         self.acquire()
         try:
             old, self._file = self._file, -1
@@ -166,7 +166,7 @@ class SharedFile(logging.Handler):
         return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def _is_current(self) -> bool:
-        """Whether the open file is still the one of that name: another process may have begun a new one."""
+        """Return whether the open file still has this path. Another process may have renamed it and begun another."""
         try:
             named = Path(self._path).stat()
         except FileNotFoundError:
@@ -177,7 +177,7 @@ class SharedFile(logging.Handler):
         facts = os.fstat(self._file)
         if facts.st_size < self._limit or not stat.S_ISREG(facts.st_mode):
             return
-        fcntl.flock(self._file, fcntl.LOCK_EX)  # or two that see the limit at once would rename the new file too
+        fcntl.flock(self._file, fcntl.LOCK_EX)  # without the lock, a second process would rename the new file
         try:
             if self._is_current():
                 Path(self._path).replace(f"{self._path}.1")
@@ -193,7 +193,7 @@ class TextLines(logging.Formatter):
         self._rank = rank
 
     def format(self, record: logging.LogRecord) -> str:
-        """One record, with its control characters escaped: they may come from outside."""
+        """Return the line of a record. Control characters are escaped, since clients may have sent them."""
         words = [_time(record), record.levelname, record.name]
         if self._rank is not None:
             words.append(f"[rank {self._rank}]")
@@ -209,9 +209,9 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line: time, level, logger, message and, where they are known, rank, request_id, exception.
+    """One JSON object per line: time, level, logger, message and, where known, rank, request_id and exception.
 
-    The `fields` of a record are added as keys of their own.
+    The `fields` of a record become further keys of the object.
     """
 
     def __init__(self, rank: int | None = None) -> None:
@@ -219,7 +219,7 @@ class JsonLines(logging.Formatter):
         self._rank = rank
 
     def format(self, record: logging.LogRecord) -> str:
-        """One record."""
+        """Return the JSON line of a record."""
         data: dict[str, Any] = {
             "time": _time(record),
             "level": record.levelname,
@@ -237,13 +237,13 @@ class JsonLines(logging.Formatter):
 
 
 def _time(record: logging.LogRecord) -> str:
-    """The time of a record in UTC. All of it is from `created`: Ray's record factory changes that, and not `msecs`."""
+    """Return the UTC time of a record, from `created` alone: Ray's record factory changes `created` but not `msecs`."""
     seconds, milliseconds = divmod(int(record.created * 1000), 1000)
     return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{milliseconds:03d}Z"
 
 
 def level_and_logger(line: str) -> tuple[int, str]:
-    """The level and the logger of a log line in either format; 0 and an empty string for a continuation line."""
+    """Return the level and the logger of a log line in either format; a continuation line gives 0 and ""."""
     if line.startswith("{"):
         try:
             data = json.loads(line)
@@ -257,7 +257,7 @@ def level_and_logger(line: str) -> tuple[int, str]:
 
 
 class LogFollower:
-    """Reads what is appended to a log after this object was made."""
+    """Reads the lines that are appended to a log after this object was constructed."""
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
@@ -272,7 +272,7 @@ class LogFollower:
         return facts.st_ino, facts.st_size
 
     def lines(self) -> list[str]:
-        """The whole lines since the call before; what was written just before a rotation is missed."""
+        """Return the complete lines since the previous call. Lines written just before a rotation are missed."""
         try:
             with self._path.open("rb") as file:
                 facts = os.fstat(file.fileno())
@@ -280,7 +280,7 @@ class LogFollower:
                     self._inode, self._at, self._rest = facts.st_ino, 0, ""
                 file.seek(self._at)
                 data = file.read(max(0, facts.st_size - self._at))
-        except FileNotFoundError:  # it was rotated, and no process has begun the next one
+        except FileNotFoundError:  # rotated, and no process has begun the next file
             self._inode, self._at, self._rest = 0, 0, ""
             return []
         except OSError:
@@ -291,6 +291,6 @@ class LogFollower:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, at most 300 characters of it, or its type where it has none."""
+    """Return the first line of an error's message, at most 300 characters, or its type if the message is empty."""
     lines = str(error).strip().splitlines()
     return lines[0][:300] if lines else type(error).__name__

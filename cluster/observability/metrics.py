@@ -1,9 +1,10 @@
-"""Every metric, declared once, and how a process fills them; `cluster.observability.exposition` makes a page of them.
+"""Declares every metric once, and fills the metrics; `cluster.observability.exposition` turns them into a page.
 
-A rank fills `EngineMetrics` once per step, a REST replica fills `ServingMetrics` once per chunk. Each serialises its
-registry to JSON, and `merge` adds the samples of all ranks and replicas, so `/metrics` is the same on every replica.
-Only sums are exported, never ratios: a reader divides after adding. Where its labels are known in advance, a series is
-exported at 0 before its first event, because Prometheus sees no increase in a series whose first sample is 1.
+A rank fills `EngineMetrics` once per step; a replica with REST routes fills `ServingMetrics` once per chunk. Rank and
+replica serialise their registries to JSON, and `merge` adds the samples of all ranks and replicas, so `/metrics` is the
+same on every replica. Only sums are exported, never ratios: a reader divides sums after adding them. A series whose
+labels are known in advance is exported at 0 before its first event: Prometheus sees no increase in a series whose first
+sample is 1.
 """
 
 import importlib.metadata
@@ -25,16 +26,16 @@ from cluster.status import EngineStatus
 Outcome = Literal["stop", "length", "abort", "error", "overloaded", "invalid"]
 OUTCOMES: tuple[Outcome, ...] = ("stop", "length", "abort", "error", "overloaded", "invalid")
 REPLAY = "replay"
-DEVICE_PHASES = ("draft", "target", "extend")  # of a step that is launched call by call; a replay is one phase
+DEVICE_PHASES = ("draft", "target", "extend")  # phases of a step that runs eagerly; a replay is one phase
 PHASES = ("schedule", "agree", *DEVICE_PHASES, REPLAY, "commit")
 PAGE_STATES = ("free", "used", "cached")
 LOSS_KINDS = ("died", "frozen", "failed", "out_of_step")  # those of `cluster.actors.messages.LossKind`
-# the usual statuses of routes; a series for any other appears with its first response
+# The usual statuses; the series of another status appears with its first response.
 STATUSES = (200, 400, 401, 403, 404, 408, 413, 415, 499, 500, 503)
 
 
 def _version(package: str) -> str:
-    """The version of a package, without importing it; empty where it is not installed, as Ray may not be."""
+    """Return the version of a package without importing it; empty if it is not installed, as Ray may be missing."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -56,17 +57,18 @@ TTFT_BUCKETS += (120, 240, 480, 960)
 E2E_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 240.0, 480.0, 960.0)
 RESTART_BUCKETS = (0.5, 1.0, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 TOKEN_BUCKETS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
-ACCEPT_LEN_BUCKETS = tuple(float(n) for n in range(1, 18))  # a tree has at most 16 levels, and the bonus is included
+ACCEPT_LEN_BUCKETS = tuple(float(n) for n in range(1, 18))  # at most 16 levels of a tree, plus the bonus token
 
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """What one step of one rank did, in plain values; the engine fills one per step.
+    """Statistics of one step of one rank, in plain values. The engine makes a `StepStats` for each step.
 
-    Counts and seconds are of this step and are added up; `forward_seconds` is time inside model forwards, waiting for
-    peers included, and 0 where a step is replayed. `status` is the state after it and replaces the last one.
-    `accept_lens` has one entry per request that verified a tree, bonus included; `accepted_by_depth[i]` counts those
-    whose accepted path reached depth i + 1, so its sum is the number of accepted draft tokens.
+    Counts and seconds are those of this step; `EngineMetrics` adds them up. `forward_seconds` is the time inside model
+    forwards, including waits for peers, and 0 in a replayed step. `status` is the state after the step and replaces the
+    previous one. `accept_lens` has the number of tokens, bonus included, for each request that verified a tree.
+    `accepted_by_depth[i]` counts the requests whose accepted path reached depth i + 1, so its sum is the number of
+    accepted draft tokens. `launched_anew` is 1 if the step ran eagerly because a check before capture or replay failed.
     """
 
     phase_seconds: dict[str, float] = field(default_factory=dict)
@@ -93,19 +95,19 @@ class StepStats:
 
     @property
     def device_phases(self) -> dict[str, float]:
-        """Seconds of the phases that the device ran: draft, target and extend of a step that was launched call by call,
-        or replay alone of a step that was replayed as one captured program.
+        """The seconds of the phases on the device: draft, target and extend of a step that ran eagerly, or replay alone
+        of a step that was replayed as one captured program.
         """
         return {name: self.phase_seconds[name] for name in (*DEVICE_PHASES, REPLAY) if name in self.phase_seconds}
 
     @property
     def replayed(self) -> bool:
-        """Whether the step was replayed as one captured program, so that its device phases cannot be told apart."""
+        """Whether the step was replayed as one captured program. Its device phases cannot be distinguished."""
         return REPLAY in self.phase_seconds
 
 
 class BulkHistogram(Histogram):
-    """A histogram that takes many values at about the price of one."""
+    """A histogram that adds many equal values at about the cost of one."""
 
     def add(self, value: float, count: int = 1) -> None:
         """Observe `value` `count` times."""
@@ -113,19 +115,50 @@ class BulkHistogram(Histogram):
         self._buckets[bisect_left(self._upper_bounds, value)].inc(count)
 
     def add_all(self, values: list[int]) -> None:
-        """Observe each of a list of values that repeat often."""
+        """Observe every value of a list in which few distinct values repeat."""
         self._sum.inc(sum(values))
         for value in set(values):
             self._buckets[bisect_left(self._upper_bounds, value)].inc(values.count(value))
 
 
+# Field of StepStats: name and help text of the counter that sums it.
+SUMS = {
+    "own_seconds": ("aerie_own_seconds", "Time of steps outside collectives; greatest on a slow rank"),
+    "waited_seconds": ("aerie_wait_seconds", "Time spent in collectives, waiting for peers"),
+    "decode_requests": ("aerie_decode_requests", "Decoding requests, summed over steps"),
+    "prompt_rows": ("aerie_prompt_rows", "Prompt rows computed"),
+    "padded_rows": ("aerie_padded_rows", "Padding rows, computed to reach the planned size"),
+    "target_rows": ("aerie_target_rows", "Rows of the target phase that belong to requests"),
+    "drafts": ("aerie_drafts", "Trees verified"),
+    "verified_nodes": ("aerie_verified_nodes", "Tree nodes verified, roots not counted"),
+    "committed_tokens": ("aerie_generated_tokens", "Tokens committed to requests"),
+    "cached_tokens": ("aerie_cached_tokens", "Prompt tokens found in KV pages, cached or of running requests"),
+    "prompt_tokens": ("aerie_prompt_tokens", "Prompt tokens of admitted requests, cached ones included"),
+    "admitted": ("aerie_admitted_requests", "Requests admitted, each counted once"),
+    "retracted": ("aerie_retractions", "Requests sent back to the queue because pages ran out"),
+    "nonfinite": ("aerie_nonfinite_requests", "Requests that ended because their logits were not finite"),
+    "launched_anew": ("aerie_launched_anew", "Steps not replayed, as a plan was unlike the captured one"),
+}
+# Field of EngineStatus: name and help text of its gauge.
+STATES = {
+    "running": ("aerie_running_requests", "Requests that hold slots"),
+    "waiting": ("aerie_waiting_requests", "Requests queued for slots"),
+    "queued_tokens": ("aerie_queued_tokens", "Prompt tokens not yet computed, of requests queued and running"),
+}
+STAGES = {
+    "aerie_queue_seconds": "Submission to a rank to first admission to a step",
+    "aerie_prefill_seconds": "First admission to first token",
+    "aerie_decode_seconds": "First token to last token",
+}
+
+
 class EngineMetrics:
-    """The instruments of one rank. The step loop alone writes; any thread may serialise."""
+    """The metrics of one rank. Only the step loop writes; any thread may serialise."""
 
     def __init__(
         self, registry: CollectorRegistry | None = None, *, model_name: str, rank: int = 0, depths: int = 0
     ) -> None:
-        """`depths` are the levels of the draft's trees, 0 without speculation."""
+        """`depths` is the number of levels of the draft's trees, 0 without speculation."""
         self.registry = registry if registry is not None else CollectorRegistry()
         self.rank = rank
         names = ("model_name", "rank")
@@ -150,54 +183,27 @@ class EngineMetrics:
         self._phases = {name: phase.labels(**own, phase=name) for name in PHASES}
         self._accept = accept.labels(**own)
         self._steps = counter("aerie_steps", "Steps taken").labels(**own)
-        sums = {
-            "own_seconds": ("aerie_own_seconds", "Time of steps outside collectives; greatest on a slow rank"),
-            "waited_seconds": ("aerie_wait_seconds", "Time spent in collectives, waiting for peers"),
-            "decode_requests": ("aerie_decode_requests", "Decoding requests, summed over steps"),
-            "prompt_rows": ("aerie_prompt_rows", "Prompt rows computed"),
-            "padded_rows": ("aerie_padded_rows", "Padding rows, computed to reach the planned size"),
-            "target_rows": ("aerie_target_rows", "Rows of the target phase that belong to requests"),
-            "drafts": ("aerie_drafts", "Trees verified"),
-            "verified_nodes": ("aerie_verified_nodes", "Tree nodes verified, roots not counted"),
-            "committed_tokens": ("aerie_generated_tokens", "Tokens committed to requests"),
-            "cached_tokens": ("aerie_cached_tokens", "Prompt tokens found in KV pages, cached or of running requests"),
-            "prompt_tokens": ("aerie_prompt_tokens", "Prompt tokens of admitted requests, cached ones included"),
-            "admitted": ("aerie_admitted_requests", "Requests admitted, each counted once"),
-            "retracted": ("aerie_retractions", "Requests sent back to the queue because pages ran out"),
-            "nonfinite": ("aerie_nonfinite_requests", "Requests that ended because their logits were not finite"),
-            "launched_anew": ("aerie_launched_anew", "Steps not replayed, as a plan was unlike the captured one"),
-        }
-        states = {
-            "running": ("aerie_running_requests", "Requests that hold slots"),
-            "waiting": ("aerie_waiting_requests", "Requests queued for slots"),
-            "queued_tokens": ("aerie_queued_tokens", "Prompt tokens not yet computed, of requests queued and running"),
-        }
         ended = counter("aerie_finished_requests", "Requests that ended at a rank, by reason", "finished_reason")
         self._finished = {reason: ended.labels(**own, finished_reason=reason) for reason in get_args(FinishReason)}
-        stages = {
-            "aerie_queue_seconds": "Submission to a rank to first admission to a step",
-            "aerie_prefill_seconds": "First admission to first token",
-            "aerie_decode_seconds": "First token to last token",
-        }
-        self._stages = [histogram(name, text, E2E_BUCKETS).labels(**own) for name, text in stages.items()]
-        self._sums = [(name, counter(*spec).labels(**own)) for name, spec in sums.items()]
+        self._stages = [histogram(name, text, E2E_BUCKETS).labels(**own) for name, text in STAGES.items()]
+        self._sums = [(name, counter(*spec).labels(**own)) for name, spec in SUMS.items()]
         self._accepted = counter("aerie_accepted_draft_tokens", "Draft tokens accepted").labels(**own)
         self._latest = EngineStatus()
-        for name, spec in states.items():
+        for name, spec in STATES.items():
             self._follow(gauge(*spec).labels(**own), name)
         for state in PAGE_STATES:
             self._follow(pages.labels(**own, state=state), f"pages_{state}")
 
     def _follow(self, gauge: Gauge, name: str) -> None:
-        """Let a gauge read its value from the latest status, so that a step pays nothing for it."""
+        """Make a gauge read field `name` of the latest status at each scrape, so that a step has no cost for it."""
         gauge.set_function(lambda: float(getattr(self._latest, name)))
 
     def observe_step(self, stats: StepStats) -> None:
-        """Add one step.
+        """Add the statistics of one step.
 
         Raises:
-            ValueError: the stats are of another rank.
-            KeyError: a phase that is not in `PHASES`.
+            ValueError: the statistics belong to another rank.
+            KeyError: a phase is not in `PHASES`.
         """
         if stats.rank != self.rank:
             raise ValueError(f"stats of rank {stats.rank} given to the metrics of rank {self.rank}")
@@ -220,8 +226,8 @@ class EngineMetrics:
     def on_finished(
         self, reason: FinishReason, queue_s: float | None, prefill_s: float | None, decode_s: float | None
     ) -> None:
-        """Count a request that ended, with the seconds that it was queued, in prefill and decoding; None for a stage
-        that it has not left behind.
+        """Count a request that ended, with its seconds in the queue, in prefill and in decoding. The seconds of a stage
+        that it has not completed are None.
         """
         self._finished[reason].inc()
         for stage, seconds in zip(self._stages, (queue_s, prefill_s, decode_s), strict=True):
@@ -229,14 +235,14 @@ class EngineMetrics:
                 stage.add(seconds)
 
     def serialize(self) -> bytes:
-        """All series of this rank as JSON, for `merge`."""
+        """Return all series of this rank as JSON, for `merge`."""
         return serialize(self.registry)
 
 
 class ServingMetrics:
-    """The instruments of one Serve replica: its requests and answers, and the losses of its gang.
+    """The metrics of one Serve replica: its requests and answers, and the losses of its gang.
 
-    Each sample of a call is a request with its own `RequestTimer`.
+    Each output sequence of a call is a request of its own, with its own `RequestTimer`.
     """
 
     def __init__(self, registry: CollectorRegistry | None = None, *, model_name: str, replica: str = "") -> None:
@@ -286,27 +292,27 @@ class ServingMetrics:
         self._resumed = resumed.labels(model_name=model_name)
 
     def expect_ranks(self, world: int) -> None:
-        """Create the series of losses for a gang of `world` ranks, at 0."""
+        """Create the loss series for a gang of `world` ranks, at 0."""
         for rank in range(world):
             for kind in LOSS_KINDS:
                 self._losses.labels(model_name=self._served_as, rank=str(rank), kind=kind)
 
     def on_loss(self, rank: int, kind: str) -> None:
-        """Count the loss of the gang, with the rank to blame."""
+        """Count a loss of the gang; `rank` is the rank to blame, `kind` one of `LOSS_KINDS`."""
         self._losses.labels(model_name=self._served_as, rank=str(rank), kind=kind).inc()
 
     def expect_routes(self, routes: Iterable[str]) -> None:
-        """Create the series of responses for these routes and the usual statuses, at 0."""
+        """Create the response series for these routes and the usual statuses, at 0."""
         for route in routes:
             for status in STATUSES:
                 self._responses.labels(model_name=self._served_as, route=route, status=str(status))
 
     def on_response(self, route: str, status: int, times: int = 1) -> None:
-        """Count a response that began; `route` is the path as declared, never the one in the request."""
+        """Count `times` responses that began. `route` is the declared path, never the path of the request."""
         self._responses.labels(model_name=self._served_as, route=route, status=str(status)).inc(times)
 
     def on_restart(self, seconds: float) -> None:
-        """Count a gang that serves again, `seconds` after the loss was noticed."""
+        """Count a restart of the gang, which serves again `seconds` after the loss was noticed."""
         self._restarts.inc()
         self._restart_seconds.add(seconds)
 
@@ -315,20 +321,20 @@ class ServingMetrics:
         self._resumed.inc()
 
     def on_start(self, now: float | None = None) -> "RequestTimer":
-        """The timer of an admitted request, to be told about every chunk and about the end."""
+        """Return the timer of a request that begins; call its `on_tokens` per chunk and `on_finish` at the end."""
         return RequestTimer(self, time.perf_counter() if now is None else now)
 
     def on_refused(self, outcome: Literal["overloaded", "invalid"], times: int = 1) -> None:
-        """Count requests refused before they started: the queue is full (503), or they cannot be served (4xx)."""
+        """Count requests that were refused before they began: by a full queue (503), or as invalid (4xx)."""
         self.outcomes[outcome].inc(times)
 
     def serialize(self) -> bytes:
-        """All series of this replica as JSON, for `merge`, with the model's served name and the replica's id."""
+        """Return all series of this replica as JSON for `merge`, with the model's served name and the replica's id."""
         return serialize(self.registry, self._served_as, self._replica)
 
 
 class RequestTimer:
-    """Measures one request with `time.perf_counter`; a caller may give the time as `now` instead."""
+    """Measures one request with `time.perf_counter`; a caller may pass the time as `now` instead."""
 
     __slots__ = ("_arrived", "_last", "_metrics", "first_token_s", "outcome", "tokens")
 
@@ -342,7 +348,7 @@ class RequestTimer:
         metrics.waiting.inc()
 
     def on_tokens(self, count: int, now: float | None = None) -> None:
-        """A chunk of `count` tokens arrived; all but those of the first share the time since the one before equally."""
+        """Note a chunk of `count` tokens. Tokens of a later chunk share the time since the previous chunk equally."""
         if count <= 0 or self.outcome is not None:
             return
         now = time.perf_counter() if now is None else now
@@ -351,7 +357,7 @@ class RequestTimer:
             self._metrics.ttft.add(self.first_token_s)
             self._metrics.waiting.dec()
             self._metrics.streaming.inc()
-            if count > 1:
+            if count > 1:  # the other tokens of the first chunk came with the first one
                 self._metrics.itl.add(0.0, count - 1)
         else:
             self._metrics.itl.add((now - self._last) / count, count)
@@ -359,14 +365,14 @@ class RequestTimer:
         self.tokens += count
 
     def on_finish(self, outcome: Outcome, prompt_tokens: int, now: float | None = None) -> None:
-        """The request ended; later calls change nothing, so an abort may race with the end."""
+        """Note the end of the request; later calls change nothing, so an abort may race with the end."""
         if self.outcome is not None:
             return
         self.outcome = outcome
         metrics = self._metrics
         (metrics.waiting if self._last is None else metrics.streaming).dec()
         metrics.outcomes[outcome].inc()
-        if outcome in ("overloaded", "invalid"):  # refused at once: its short time is no latency of the service
+        if outcome in ("overloaded", "invalid"):  # refused at once: not a latency of the service
             return
         metrics.e2e.add((time.perf_counter() if now is None else now) - self._arrived)
         metrics.prompt_tokens.add(prompt_tokens)

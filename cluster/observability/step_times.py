@@ -1,7 +1,8 @@
-"""Predicted times of steps, of which the number of prompt rows beside decoding requests and expected waits follow.
+"""Predicts step times, which decide how many prompt rows join decoding requests, and which waits are expected.
 
-A step with prompt rows may take 1 / (1 - share) times as long as its decoding alone: at 0.5 twice as long, half of it
-for each side. A `StepTimes` predicts the times of steps from a few that were measured at start (`engine/calibrate.py`).
+A step with prompt rows may take 1 / (1 - share) times the time of its decoding alone: with share 0.5 twice the time,
+one half for decoding and one half for prompts. `engine/calibrate.py` measures a few steps at start and fits a
+`StepTimes`, which other modules call the pace.
 """
 
 from bisect import bisect_left, bisect_right
@@ -11,14 +12,15 @@ from typing import NamedTuple, Self
 
 from cluster.status import StepCosts
 
-READING = 1 / 6  # most of a chunk's cost that reading its prefix may be: a long prefix is not read for a few rows
+READING = 1 / 6  # largest share of a chunk's cost that reads its prefix: no long prefix is read for a few rows
 
 Curve = tuple[tuple[int, float], ...]
+"""Points (size, microseconds) in order of size."""
 
 
 class PrefillBudget(NamedTuple):
-    """Of a step, in microseconds: how long this rank is busy with decoding requests (`busy`), and what its prompt rows
-    may take besides (`allowance`).
+    """Microseconds of a step. `busy`: this rank's decoding, and its idle time that goes to other groups' rows.
+    `allowance`: the time for this rank's prompt rows.
     """
 
     busy: float
@@ -27,12 +29,14 @@ class PrefillBudget(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Predicted times of steps, in microseconds. `tree` is N, the target rows of a decoding request.
+    """Predicts step times in microseconds. `share` is the prompts' share of a step, `tree` is N, the target rows of a
+    decoding request, and `groups` is the number of attention groups.
 
-    `decode` is the time by decoding requests in each group; every request adds `token` for each token of the longest
-    one. `target` is the time by target rows in a group with one decoding request; a chunk adds `prefix` for each token
-    before it, and `pair` for each such token and each of its own rows. All `groups` together
-    do the share `crowd` of the work for rows, so a group's rows take that much of the others' time as well.
+    `decode` gives the time by the number of decoding requests per group; each request adds `token` for each token of
+    the longest request. `target` gives the time by target rows in a group with one decoding request. A chunk adds
+    `prefix` for each token before it, and `pair` for each pair of a token before it and a row of its own. All groups
+    together do the share `crowd` of the work for rows, so a group's rows cost each other group that share of their time
+    too.
     """
 
     share: float
@@ -47,7 +51,7 @@ class StepTimes:
 
     @classmethod
     def reported(cls, costs: StepCosts, share: float, tree: int, groups: int) -> Self:
-        """The pace that a rank reported as `costs`; see the class for `share`, `tree` and `groups`."""
+        """Return the step times of reported `costs`. (Microseconds per token are milliseconds per 1000 tokens.)"""
         return cls(
             share=share,
             tree=tree,
@@ -62,25 +66,29 @@ class StepTimes:
 
     @property
     def fixed(self) -> float:
-        """The time of a step before its first target row."""
+        """The time of a step without target rows: `target` extrapolated to 0 rows."""
         return max(0.0, _at(self.target, 0))
 
     def decoding(self, committed: Sequence[int]) -> float:
-        """The time of a step in which requests with so many tokens decode, and nothing else runs."""
+        """Return the time of a step that only decodes; `committed` has the number of tokens of each request."""
+        # Each of the n requests is charged for the longest one's tokens: decode(n) + token * n * max(committed).
         return max(0.0, _at(self.decode, len(committed))) + self.token * len(committed) * max(committed, default=0)
 
     def prefill_budget(self, committed: Sequence[int], busiest: float) -> PrefillBudget:
-        """The time that prompt rows may take beside this rank's decoding requests, if the decoding of the busiest other
-        rank takes `busiest`. A rank that decodes less has time left, less its part in the work for the others' rows.
+        """Return the times of a step for this rank's decoding and for its prompt rows, if decoding takes `busiest` on
+        the busiest other rank. A rank with less decoding than that is idle meanwhile, except for its part in the work
+        for others' rows.
         """
         own, crowded = self.decoding(committed), self.crowd * (self.groups - 1)
+        # most: decoding time of the step. Of the idle time most - own, the share c / (1 + c), with
+        # c = crowd * (groups - 1), goes to work for other groups' rows and counts as busy.
         most = max(own, busiest)
         busy = own + (most - own) * crowded / (1.0 + crowded)
         return PrefillBudget(busy, most / (1.0 - self.share) - busy)
 
     def cost(self, beside: int, start: int, rows: int, others: int = 0) -> float:
-        """The time of prompt rows `start` to `start + rows - 1` beside `beside` other target rows, while `others` other
-        groups run prompt rows as well.
+        """Return the time of `rows` prompt rows after `start` tokens, beside `beside` other target rows, while `others`
+        other groups run prompt rows too.
         """
         if not rows:
             return 0.0
@@ -88,17 +96,17 @@ class StepTimes:
         return work * (1.0 + self.crowd * others) + start * (self.prefix + self.pair * rows)
 
     def rows(self, beside: int, start: int, most: int, allowance: float, others: int = 0) -> int:
-        """The largest number of rows from `start` on, up to `most`, that costs no more than `allowance`."""
+        """Return the largest number of rows from `start` on, up to `most`, that costs no more than `allowance`."""
         counts = range(1, most + 1)
         return bisect_right(counts, allowance, key=lambda rows: self.cost(beside, start, rows, others))
 
     def least(self, beside: int, start: int, most: int, others: int = 0) -> int:
-        """The fewest rows, up to `most`, for which reading their prefix is at most a share `READING` of their cost."""
+        """Return the fewest rows, up to `most`, for which reading the prefix is at most `READING` of their cost."""
         counts, needed = range(1, most), start * self.prefix / READING
         return 1 + bisect_left(counts, needed, key=lambda rows: self.cost(beside, start, rows, others))
 
     def costs(self) -> StepCosts:
-        """The measured costs as they are reported."""
+        """Return the measured costs in the form that a rank reports, in milliseconds."""
         return StepCosts(
             decode_ms={str(requests): us / 1000 for requests, us in self.decode},
             decode_ms_per_1000_tokens=self.token,
@@ -114,7 +122,7 @@ def _curve(ms: Mapping[str, float]) -> Curve:
 
 
 def _at(curve: Curve, at: int) -> float:
-    """The curve at `at`: linear between its points, and extrapolated beyond the first and the last."""
+    """Return the value of a curve at `at`: linear between its points, and extrapolated beyond both ends."""
     if len(curve) == 1:
         return curve[0][1]
     right = min(max(1, bisect_left(curve, at, key=lambda point: point[0])), len(curve) - 1)

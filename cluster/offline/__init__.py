@@ -1,1 +1,1 @@
-"""A model in the caller's process, without a server and without Ray: `from cluster import LLM, SamplingParams`."""
+"""Offline inference in the caller's process, without server and Ray: `from cluster import LLM, SamplingParams`."""

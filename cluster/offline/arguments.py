@@ -1,4 +1,4 @@
-"""The arguments of the offline door: prompts, conversations, parameters and settings, checked and in one shape each."""
+"""Check the arguments of `LLM` (prompts, conversations, parameters, settings) and bring each into one shape."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -15,22 +15,22 @@ OF_A_SERVER = (
     *("routing_policy", "max_queued_tokens", "max_queued_requests", "max_queue_wait_s"),
     *("start_timeout_s", "restart_timeout_s"),
 )
-"""Settings that only a server has a use for: it routes, queues and restarts."""
+"""Settings of a server's routing, queue and restarts; `LLM` refuses them."""
 
 
 class PromptPlace:
-    """Where a prompt stands in the caller's argument, for errors about it."""
+    """The position of one prompt in the caller's argument, such as `prompts[3]`, for error messages."""
 
     def __init__(self, field: str, argument: str, at: int | None) -> None:
-        """`field` is the prompt's name in the body of a REST request, `argument` its name here; `at` is the prompt's
-        index in the caller's list, None where a single prompt was given.
+        """`field` is the prompt's name in the body of a REST request, `argument` the name of the caller's argument.
+        `at` is the prompt's index in the caller's list, or None if the caller gave a single prompt.
         """
         self.name = argument if at is None else f"{argument}[{at}]"
         self.origins = Origins({field: self.name})
         self._listed = at is not None
 
     def told(self, message: str) -> str:
-        """A message that begins with the name of a field, with the prompt's name before it where there are several."""
+        """Return `message`, prefixed with the prompt's name if the caller gave a list."""
         return message if not self._listed or message.startswith(self.name) else f"{self.name}: {message}"
 
 
@@ -40,10 +40,10 @@ def config_of(
     tokenizer: str | os.PathLike[str] | None,
     settings: Mapping[str, Any],
 ) -> EngineConfig:
-    """The settings of the engine; `settings` are those of docs/settings.md, in SGLang's or vLLM's names.
+    """Return the engine's config. `settings` are the settings of docs/settings.md, in SGLang's or vLLM's names.
 
     Raises:
-        ConfigError: a setting is unknown, is given twice, has a bad value, or needs a server.
+        ConfigError: a setting is unknown, is given twice, has a bad value, or applies only to a server.
     """
     given: dict[str, Any] = {"model": os.fspath(model)}
     if draft is not None:
@@ -58,10 +58,10 @@ def config_of(
 
 
 def prompts_of(given: Any) -> tuple[list[str | list[int]], bool]:
-    """The prompts as texts or lists of token ids, and whether `given` is a list of prompts.
+    """Return the prompts as texts or lists of token ids, and whether `given` is a list of prompts.
 
     Raises:
-        ValueError: naming the prompt that is none.
+        ValueError: an entry is not a prompt; the message names it.
     """
     if isinstance(given, str | Mapping) or _is_ids(given):
         return [_prompt(given, "prompts")], False
@@ -71,12 +71,12 @@ def prompts_of(given: Any) -> tuple[list[str | list[int]], bool]:
 
 
 def _is_ids(given: Any) -> bool:
-    """Whether these are the token ids of one prompt rather than a list of prompts."""
+    """Return whether `given` is the token ids of one prompt, not a list of prompts; the first entry decides."""
     return isinstance(given, Sequence) and len(given) > 0 and isinstance(given[0], int)
 
 
 def _prompt(given: Any, name: str) -> str | list[int]:
-    if isinstance(given, Mapping):  # as vLLM has it
+    if isinstance(given, Mapping):  # vLLM's form of a prompt
         if len(given) != 1 or not given.keys() <= {"prompt", "prompt_token_ids"}:
             raise ValueError(
                 f"{name} must have one of prompt and prompt_token_ids and nothing else, got {shown(given)}"
@@ -94,10 +94,10 @@ def _prompt(given: Any, name: str) -> str | list[int]:
 
 
 def conversations_of(given: Any) -> tuple[list[list[Any]], bool]:
-    """The conversations, each a list of messages, and whether `given` is a list of conversations.
+    """Return the conversations, each a list of messages, and whether `given` is a list of conversations.
 
     Raises:
-        ValueError: it is neither that nor a list of messages.
+        ValueError: `given` is neither a list of messages nor a list of such lists.
     """
     if not isinstance(given, Sequence) or isinstance(given, str):
         raise ValueError(f"messages must be a list of messages, or a list of such lists, got {shown(given)}")
@@ -110,13 +110,17 @@ def conversations_of(given: Any) -> tuple[list[list[Any]], bool]:
 
 
 def params_for(given: Params | Sequence[Params], count: int, field: str) -> list[SamplingParams]:
-    """The parameters of each of `count` prompts, which are in the argument `field`: one for all, or one each.
+    """Return the parameters of each of `count` prompts in the argument `field`. `given` is a list with one value per
+    prompt, or one value for all.
 
     Raises:
-        ValueError: there are not as many as prompts, or one of them has an unknown field or a bad value.
+        ValueError: the list has another length than `count`, or an entry has an unknown field or a bad value.
     """
     if not isinstance(given, list | tuple):
-        assert not isinstance(given, Sequence)
+        if isinstance(given, Sequence):  # a text, say
+            raise ValueError(
+                f"sampling_params must be SamplingParams, a mapping or a list of these, got {shown(given)}"
+            )
         return [params_of(given)] * count
     if len(given) != count:
         raise ValueError(

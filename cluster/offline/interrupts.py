@@ -1,4 +1,4 @@
-"""Ctrl-C on hold: a step of an engine must not be cut short, or its requests and its KV cache no longer agree."""
+"""Defer Ctrl-C during an engine step: an interrupted step would leave requests and KV cache inconsistent."""
 
 import signal
 import threading
@@ -8,16 +8,16 @@ from types import FrameType
 
 
 class HeldInterrupt:
-    """Whether Ctrl-C was pressed while it was held."""
+    """Whether Ctrl-C was pressed while `interrupt_held` deferred it."""
 
     pressed = False
 
 
 @contextmanager
 def interrupt_held() -> Iterator[HeldInterrupt]:
-    """Note the first Ctrl-C instead of raising it, so that what must not be cut short can end; the second is raised.
+    """Record the first Ctrl-C instead of raising KeyboardInterrupt; a second Ctrl-C raises as usual.
 
-    Python raises Ctrl-C in its main thread only. In other threads there is nothing to hold.
+    The caller checks `pressed` between steps. Only the main thread gets Ctrl-C, so in other threads this does nothing.
     """
     held = HeldInterrupt()
     if threading.current_thread() is not threading.main_thread():

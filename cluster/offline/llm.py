@@ -1,6 +1,6 @@
-"""A model in the caller's process: `LLM("DIR", draft="DIR").generate([...])`, as in vLLM. No server and no Ray.
+"""`LLM`: offline inference in the caller's process, as in vLLM: `LLM("DIR", draft="DIR").generate([...])`.
 
-A prompt becomes the body of a REST request, and the code of the REST routes reads it, so its answer is the server's.
+Each prompt becomes the body of a REST request, and the REST routes' code parses it. So a server would answer the same.
 """
 
 import logging
@@ -31,11 +31,13 @@ from cluster.status import RankInfo
 logger = logging.getLogger(__name__)
 
 Steps = Generator[tuple[StepOutput, ...], None, None]
-HELD = 2  # the engine is given so many times as many sequences as it runs at once
+HELD = 2  # the engine holds at most HELD * max_running_requests sequences: enough to fill each place that gets free
 
 
 class LLM:
-    """A model, ready to answer; a context manager that frees it. Calls of several threads take turns."""
+    """A loaded model. As a context manager, it frees the model on exit. Calls from several threads run one after
+    another.
+    """
 
     def __init__(
         self,
@@ -48,21 +50,21 @@ class LLM:
         reasoning_parser: str | None = None,
         **settings: Any,
     ) -> None:
-        """Load a model. `model` and `draft` are folders of safetensors or names on a hub; without a draft the model
-        decodes plainly.
+        """Load a model. `model` and `draft` are folders of safetensors or names on a hub. Without a draft, decoding
+        is plain, without speculation.
 
-        `settings` are the engine's of docs/settings.md, as `dtype` or `context_length`, in SGLang's or vLLM's names.
-        `sampling_defaults`, `tool_call_parser` and `reasoning_parser` are the settings of the application there.
+        `settings` are engine settings of docs/settings.md, such as `dtype` or `context_length`, in SGLang's or vLLM's
+        names. `sampling_defaults`, `tool_call_parser` and `reasoning_parser` are application settings of the same page.
 
         Raises:
-            ConfigError: a model cannot be had or served, or a setting cannot be honoured; the message names the setting
-                and says what to write instead.
+            ConfigError: a model cannot be found or served, or a setting cannot be honoured; the message names the
+                setting and says what to write instead.
         """
         if sampling_defaults not in ("model", "openai"):
             raise ConfigError(f"sampling_defaults must be 'model' or 'openai', got {sampling_defaults!r}")
         parsers = named(tool_call_parser, reasoning_parser)
         self._lock = threading.Lock()
-        self._over = ""  # why nothing is answered any more
+        self._over = ""  # the error message of calls after close() or a failed step
         self._engine: Engine | None = build_engine(config_of(model, draft, tokenizer, settings))
         self._model = LocalModel(self._engine, parsers, sampling_defaults)
         self._free = weakref.finalize(self, self._model.close)
@@ -74,14 +76,14 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Continue prompts and return one output for each, in their order; they run together.
+        """Continue prompts and return one output per prompt, in order. The prompts run as one batch.
 
-        A prompt is a text, a list of token ids, or vLLM's `{"prompt": ...}` or `{"prompt_token_ids": ...}`; `prompts`
-        is one of them or a list. `sampling_params` are for all prompts, or a list with one for each. `use_tqdm` draws a
-        progress bar. Ctrl-C ends the batch after the step that runs; this object can be used again.
+        A prompt is a text, a list of token ids, or vLLM's `{"prompt": ...}` or `{"prompt_token_ids": ...}`. `prompts`
+        is one prompt or a list. `sampling_params` is one value for all prompts, or a list with one value per prompt.
+        `use_tqdm` draws a progress bar. Ctrl-C ends the batch after the current step; this object can be used again.
 
         Raises:
-            ValueError: a prompt or a parameter cannot be served; nothing is generated then. The message names both.
+            ValueError: a prompt or a parameter cannot be served. The message names it, and nothing is generated.
             RuntimeError: this object is closed, or its engine failed.
         """
         given, many = prompts_of(prompts)
@@ -113,10 +115,10 @@ class LLM:
         continue_final_message: bool | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or a list of conversations, and return one output for each, in their order.
+        """Answer a conversation, or a list of conversations, and return one output per conversation, in order.
 
-        `messages` are those of /v1/chat/completions, and so are the keyword arguments, which are for all conversations;
-        docs/chat.md describes them. For the rest see `generate`.
+        `messages` and the keyword arguments have the form that /v1/chat/completions takes (docs/chat.md); the keyword
+        arguments apply to all conversations. `sampling_params`, `use_tqdm` and Ctrl-C are as in `generate`.
 
         Raises:
             ValueError: a conversation or a parameter cannot be served, or the model has no chat template.
@@ -145,7 +147,7 @@ class LLM:
             return self._answered(engine, asked, use_tqdm)
 
     def info(self) -> RankInfo:
-        """The settings as they were resolved, with what was chosen automatically.
+        """Return the resolved settings, including every value that was chosen automatically.
 
         Raises:
             RuntimeError: this object is closed, or its engine failed.
@@ -154,7 +156,7 @@ class LLM:
             return engine.info()
 
     def close(self) -> None:
-        """Free the model's memory and end what it started; waits for a call under way. Closing twice is fine."""
+        """Free the model's memory and end its helper process and thread, after any running call. Idempotent."""
         with self._lock:
             self._end("this LLM is closed; make a new one")
 
@@ -166,25 +168,25 @@ class LLM:
 
     @contextmanager
     def _running(self) -> Iterator[Engine]:
-        """The engine, for one caller at a time."""
+        """Yield the engine under the lock, so that one caller uses it at a time."""
         with self._lock:
             if self._engine is None:
                 raise RuntimeError(self._over)
             yield self._engine
 
     def _end(self, why: str) -> None:
-        """Let go of the engine; further calls are told `why`. The caller has the lock."""
+        """Close the engine; later calls raise RuntimeError with the message `why`. The caller holds the lock."""
         if self._engine is not None:
             self._engine.close()
             self._engine, self._over = None, why
             self._free()
 
     def _understood(self, read: Reader, body: Mapping[str, Any], place: PromptPlace) -> GenerateCall:
-        """The sequences of one prompt. Errors say where in the caller's list it is.
+        """Parse the request body of one prompt into its sequences. Errors name the prompt's index in the list.
 
         Raises:
-            ValueError: it cannot be served.
-            RuntimeError: its grammar cannot be compiled now.
+            ValueError: the prompt or a parameter cannot be served.
+            RuntimeError: the request failed with a status of 500 or above: its grammar cannot be compiled now.
         """
         try:
             with place.origins.named():
@@ -197,7 +199,7 @@ class LLM:
         return call
 
     def _answered(self, engine: Engine, answers: Sequence[GrowingAnswer], use_tqdm: bool) -> list[RequestOutput]:
-        """Run all sequences to their ends."""
+        """Run all sequences until they finish and return one output per prompt."""
         owners = {choice.request.request_id: (answer, choice) for answer in answers for choice in answer.choices}
         requests = [choice.request for _, choice in owners.values()]
         given = steps(engine, requests, HELD * engine.config.max_running_requests)
@@ -218,10 +220,10 @@ class LLM:
         return [answer.output(tokenizer) for answer in answers]
 
     def _guarded(self, given: Steps) -> Steps:
-        """The same steps. An engine that fails within a step is not used again."""
+        """Yield the items of `given`. If the engine fails inside a step, close it: its state is no longer reliable."""
         try:
             yield from given
-        except (ValueError, GeneratorExit):  # a request is refused before the first step, or the caller has left
+        except (ValueError, GeneratorExit):  # a request was refused before the first step, or the caller stopped
             raise
         except BaseException as error:
             self._end(f"the engine of this LLM failed ({type(error).__name__}: {error}); make a new one")

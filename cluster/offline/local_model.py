@@ -1,4 +1,4 @@
-"""A model in this process, as the code of the REST routes sees it: that code reads the requests of the offline door."""
+"""The adapter that lets the REST routes' parsing code read requests for an engine of this process."""
 
 import asyncio
 import threading
@@ -18,16 +18,16 @@ SamplingDefaults = Literal["model", "openai"]
 
 
 class LocalModel:
-    """The model of an engine, its tokenizer and what compiles grammars for it; see `cluster.api.core.service.Served`.
-    For any thread.
+    """The model facts, tokenizer and grammar compiler of one engine, in the form of the protocol
+    `cluster.api.core.service.Served`. Usable from any thread.
     """
 
     def __init__(self, engine: Engine, parsers: Parsers = (None, None), defaults: SamplingDefaults = "model") -> None:
-        """Read the tokenizer and the chat template. `parsers` and `defaults` are the settings of the application:
-        tool_call_parser and reasoning_parser, and sampling_defaults.
+        """Read the tokenizer and the chat template. `parsers` are the settings tool_call_parser and reasoning_parser;
+        `defaults` is the setting sampling_defaults.
 
         Raises:
-            ConfigError: the folder has a tokenizer or a template that cannot be used.
+            ConfigError: the folder's tokenizer or chat template cannot be used.
         """
         info = engine.info()
         path = info.config.model_path
@@ -48,23 +48,23 @@ class LocalModel:
         self._loop = _LoopThread()
 
     def understood(self, asked: CoreRequest) -> GenerateCall:
-        """The sequences of a request and the shape of its answer.
+        """Return the sequences of a parsed request, and the shape of its answer.
 
         Raises:
-            ApiError: the request cannot be served; the field at fault is named.
+            ApiError: the request cannot be served; the message names the field.
         """
         with asked.origins.named():
             return self._loop.run(understand(self, self.limits, asked, 0))
 
     def close(self) -> None:
-        """End the process that compiles grammars, and the thread of this model."""
+        """End the process that compiles grammars, and the event loop's thread."""
         self.grammars.close()
         self._loop.close()
 
 
 class _LoopThread:
-    """An event loop in a thread of its own. So asynchronous code also runs where the caller's thread has a loop that
-    runs already, as in a notebook, and tasks live on between two calls.
+    """An event loop in a separate thread. The caller's thread may already run a loop (a notebook does), and tasks must
+    survive between two calls of `run`.
     """
 
     def __init__(self) -> None:
@@ -73,13 +73,13 @@ class _LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for what `work` returns."""
+        """Run `work` in the loop and return its result; blocks."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def close(self) -> None:
-        """Cancel what still runs, and end the thread. The garbage collector may call this in any thread."""
+        """Cancel all tasks and end the thread. The garbage collector may call this in any thread."""
         asyncio.run_coroutine_threadsafe(self._stop(), self._loop)
-        if threading.current_thread() is not self._thread:
+        if threading.current_thread() is not self._thread:  # a thread cannot join itself
             self._thread.join()
 
     def _serve(self) -> None:

@@ -1,4 +1,4 @@
-"""What `LLM.generate` and `LLM.chat` return, in the names of vLLM."""
+"""The output classes of `LLM.generate` and `LLM.chat`, with vLLM's names."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -15,10 +15,10 @@ logger = logging.getLogger(__name__)
 
 
 class Logprob(NamedTuple):
-    """The natural logarithm of a token's probability under the target's raw logits.
+    """The natural-log probability of a token under the target's raw logits.
 
-    `rank` is the token's place among all tokens, 1 for the likeliest; None where it is unknown. `decoded_token` is its
-    text, None for a model without a tokenizer.
+    `rank` is the token's rank by probability, 1 for the likeliest, or None if unknown. `decoded_token` is the token's
+    text, or None for a model without a tokenizer.
     """
 
     logprob: float
@@ -30,15 +30,15 @@ class Logprob(NamedTuple):
 class CompletionOutput:
     """One answer to a prompt.
 
-    `text` ends before the stop string or the token that ended the answer, and has no special tokens; it is empty for a
-    model without a tokenizer. `token_ids` are all tokens that were generated. `finish_reason` is "stop", "length",
-    "tool_calls" (of a chat) or "error"; `stop_reason` is the stop string or the id of the token that ended the answer.
-    `logprobs` have, for each token, its own and those of the likeliest tokens in its place, by token id.
-    `accept_length` is the mean number of tokens that a step of speculation gave; it is 1.0 where nothing was drafted.
+    `text` excludes all special tokens and the stop string or stop token that ended the answer. It is empty for a model
+    without a tokenizer. `token_ids` are all generated tokens. `finish_reason` is "stop", "length", "tool_calls" (chat
+    only) or "error"; `stop_reason` is the stop string or the id of the stop token. `logprobs` has one dict per token,
+    by token id: the token itself and the likeliest alternatives. `accept_length` is the mean number of tokens per
+    speculative step, or 1.0 if nothing was drafted.
 
-    Of a chat, `message` is the assistant's message as /v1/chat/completions answers it, with `tool_calls` and
-    `reasoning_content` where there are any, and `text` is its content. `error` says why an answer with the
-    finish_reason "error" ended early; what came before the error is kept.
+    For a chat, `message` is the assistant message as in /v1/chat/completions, with `tool_calls` and `reasoning_content`
+    if present, and `text` is its content. If `finish_reason` is "error", `error` is the cause, and everything generated
+    before the error is kept.
     """
 
     index: int
@@ -55,10 +55,11 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The answers to one prompt: `outputs` has `n` of them.
+    """All answers to one prompt: `outputs` has `n` entries.
 
-    `prompt` is its text; None where token ids or a conversation were given. `prompt_logprobs` have None for the first
-    token, which has nothing before it. `num_cached_tokens` of the prompt's tokens were read from the prefix cache.
+    `prompt` is the prompt's text, or None if token ids or a conversation were given. The first entry of
+    `prompt_logprobs` is None, because the first token has no context. `num_cached_tokens` counts the prompt tokens read
+    from the prefix cache.
     """
 
     prompt: str | None
@@ -74,21 +75,21 @@ class RequestOutput:
 
 
 class GrowingAnswer:
-    """The answers to one prompt while they grow. `choices` are its sequences, in the order of their index."""
+    """The answers to one prompt while they are generated. `choices` are its sequences, ordered by index."""
 
     def __init__(self, prompt: str | None, choices: Sequence[OutputSequence], shape: AnswerShape) -> None:
-        """`shape` writes the answer as the REST API does."""
+        """`shape` formats the answer as the REST API does. `prompt` is the prompt's text, if it was given as text."""
         self.choices, self._prompt, self._shape = choices, prompt, shape
         self._deltas: list[list[Delta]] = [[] for _ in choices]
         self._errors: dict[int, str] = {}
 
     @property
     def ended(self) -> bool:
-        """Whether all sequences have ended."""
+        """Whether all sequences have finished or failed."""
         return all(choice.finished or choice.index in self._errors for choice in self.choices)
 
     def take(self, choice: OutputSequence, output: StepOutput) -> None:
-        """Add what a step gave to one of the sequences. One that failed keeps what it has; the log says why."""
+        """Add a step's output to one of the sequences. A failed sequence keeps its tokens; the error is logged."""
         if output.error is not None:
             logger.warning("%s", output.error)
             self._errors[choice.index] = output.error
@@ -96,7 +97,7 @@ class GrowingAnswer:
             self._deltas[choice.index].append(choice.take(output))
 
     def output(self, tokenizer: TextTokenizer | None) -> RequestOutput:
-        """The answers as a whole, once all sequences have ended."""
+        """Return the complete answers; call it when `ended` is true."""
         body = self._shape.body([delta for deltas in self._deltas for delta in deltas])
         whole = [joined(index, deltas) for index, deltas in enumerate(self._deltas)]
         first = self.choices[0]
@@ -114,7 +115,7 @@ class GrowingAnswer:
     def _completion(
         self, delta: Delta, written: Mapping[str, Any], tokenizer: TextTokenizer | None
     ) -> CompletionOutput:
-        """One answer; `written` is its entry among the choices of the REST API's answer."""
+        """Return one answer; `written` is its entry in `choices` of the REST answer's body."""
         choice, message = self.choices[delta.index], written.get("message")
         counts, most, error = choice.speculation, choice.request.params.logprobs, self._errors.get(delta.index)
         return CompletionOutput(
@@ -132,7 +133,7 @@ class GrowingAnswer:
 
 
 def _logprobs(entry: TokenLogprob, most: int, tokenizer: TextTokenizer | None) -> dict[int, Logprob]:
-    """A token and the `most` likeliest ones in its place, by id."""
+    """Return the log-probabilities of a token and of the `most` likeliest alternatives, by token id."""
     return {
         token: Logprob(logprob, rank or None, None if tokenizer is None else tokenizer.token_text(token)[0])
         for token, (logprob, rank) in ranked(entry, most).items()

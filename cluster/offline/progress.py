@@ -1,4 +1,4 @@
-"""The progress bar of a batch: prompts that are done, tokens per second, and what speculation gave."""
+"""The progress bar of a batch: finished prompts, tokens per second and accept length."""
 
 import time
 from typing import Self
@@ -9,19 +9,19 @@ from cluster.offline.outputs import GrowingAnswer
 
 
 class Progress:
-    """A bar on stderr, or a widget in a notebook; a context manager."""
+    """A context manager that draws a bar on stderr, or a widget in a notebook."""
 
     def __init__(self, prompts: int, shown: bool) -> None:
-        """`prompts` is how many there are; without `shown` nothing is drawn."""
+        """`prompts` is the number of prompts; if `shown` is false, nothing is drawn."""
         self._bar = tqdm(total=prompts, desc="prompts", unit="prompt", disable=not shown, dynamic_ncols=True)
         self._began, self._tokens, self._steps, self._accepted = time.perf_counter(), 0, 0, 0
 
     def gave(self, tokens: int) -> None:
-        """Count tokens that a step gave."""
+        """Add a step's token count."""
         self._tokens += tokens
 
     def done(self, answer: GrowingAnswer) -> None:
-        """Count a prompt whose sequences have all ended."""
+        """Count one prompt as finished, and update tokens per second and accept length."""
         for choice in answer.choices:
             if choice.speculation is not None:
                 self._steps += choice.speculation.steps

@@ -1,5 +1,5 @@
-"""How the answers to a prompt are sampled, in the names of vLLM. The code that reads the bodies of REST requests checks
-the values, so that both refuse the same with the same words.
+"""`SamplingParams`, with vLLM's names. The parser of REST bodies checks the values, so a server refuses the same values
+with the same messages.
 """
 
 import difflib
@@ -14,11 +14,11 @@ from cluster.api.core.protocol import CompletionRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """The form that an output is held to: one of the first six.
+    """A constraint on the form of the output. Set exactly one of the first six fields.
 
-    `json` is a JSON schema, as an object or as text; `json_object` asks for any JSON object; `regex` is a regular
-    expression that matches the whole output; `choice` lists the texts of which one is the output; `grammar` is an EBNF
-    grammar; `structural_tag` is vLLM's. `disable_any_whitespace` leaves white space out between the parts of JSON.
+    `json` is a JSON schema, as an object or as text. `json_object` asks for any JSON object. `regex` must match the
+    whole output. `choice` lists the allowed outputs. `grammar` is an EBNF grammar. `structural_tag` is vLLM's.
+    `disable_any_whitespace` forbids white space between the parts of JSON.
     """
 
     json: Mapping[str, Any] | bool | str | None = None
@@ -32,14 +32,14 @@ class StructuredOutputsParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the answers to a prompt are sampled, and when they end. All fields have the names, the meaning and the bounds
-    that /v1/completions gives them (docs/compatibility.md).
+    """Sampling and stop parameters of one prompt. All fields have the names, the meaning and the bounds that
+    /v1/completions gives them (docs/compatibility.md).
 
-    A field that is None is left out, as a field that is missing in a REST request: then temperature, top_p, top_k,
-    min_p and repetition_penalty are those of the model's generation_config.json, or else 1, 1, 0, 0 and 1. Without
-    `max_tokens` `LLM.generate` gives 16 tokens, and `LLM.chat` as many as fit. Without `seed` the seeds are drawn from
-    the setting `random_seed`. `logprobs` is how many alternatives to report beside each token, 0 to 20; None reports
-    none.
+    None means the same as a missing field of a REST request. If one of temperature, top_p, top_k, min_p and
+    repetition_penalty is None, its value in the model's generation_config.json is used. If there is none, the values
+    are 1, 1, 0, 0 and 1, in this order. If `max_tokens` is None, `LLM.generate` generates at most 16 tokens, and
+    `LLM.chat` as many as fit. If `seed` is None, seeds are drawn from the setting `random_seed`. `logprobs` is the
+    number of alternatives per token, 0 to 20; None reports no log-probabilities.
     """
 
     n: int = 1
@@ -66,10 +66,10 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what no model serves.
+        """Check the values that can be checked without a model.
 
         Raises:
-            ValueError: naming the field.
+            ValueError: a value is invalid for every model; the message names the field.
         """
         try:
             CompletionRequest.read({**self.body(), "prompt": ""})[0].constraint()
@@ -77,7 +77,7 @@ class SamplingParams:
             raise ValueError(error.message) from None
 
     def body(self) -> dict[str, Any]:
-        """The fields that are set, as the body of a request to /v1/completions has them."""
+        """Return the fields that are not None, as in the body of a /v1/completions request."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         if isinstance(self.structured_outputs, StructuredOutputsParams):
             given["structured_outputs"] = asdict(self.structured_outputs)
@@ -89,7 +89,7 @@ class SamplingParams:
         return {name: _as_json(value) for name, value in given.items() if value is not None}
 
     def chat_body(self) -> dict[str, Any]:
-        """The same, as the body of a request to /v1/chat/completions has them."""
+        """Return the fields that are not None, as in the body of a /v1/chat/completions request."""
         given = self.body()
         if (alternatives := given.pop("logprobs", None)) is not None:
             given |= {"logprobs": True, "top_logprobs": alternatives}
@@ -97,17 +97,17 @@ class SamplingParams:
 
 
 def _as_json(value: Any) -> Any:
-    """Sequences and mappings of Python as JSON has them: lists and objects."""
+    """Return `value` with a tuple turned into a list and a mapping into a dict, as `json` would decode them."""
     if isinstance(value, tuple):
         return list(value)
     return dict(value) if isinstance(value, Mapping) else value
 
 
 def params_of(given: Any) -> SamplingParams:
-    """The parameters of one prompt; a mapping has the names of the fields.
+    """Return the parameters of one prompt from `SamplingParams`, a mapping of its fields, or None (the defaults).
 
     Raises:
-        ValueError: an unknown field, with what to write instead, or a value that no model serves.
+        ValueError: a field is unknown (the message says what to write instead), or a value is invalid.
     """
     if given is None:
         return SamplingParams()

@@ -1,4 +1,4 @@
-"""Requests through an engine of this process, step by step."""
+"""Run requests through an engine of this process, step by step."""
 
 from collections import deque
 from collections.abc import Generator, Sequence
@@ -10,14 +10,14 @@ from cluster.request import Request, SequenceOutput
 def steps(
     engine: Engine, requests: Sequence[Request], at_once: int | None = None
 ) -> Generator[tuple[SequenceOutput, ...], None, None]:
-    """Yield the outputs of each step until all `requests` have ended. Closing the generator, or a failure, aborts those
-    that have not.
+    """Yield the outputs of each step until all `requests` have finished. Closing the generator, or an error, aborts
+    unfinished requests that were submitted.
 
-    The engine holds at most `at_once` of the requests, running and waiting; None hands it all of them. Its scheduler
-    looks at every waiting request in every step, so a long list is handed over piece by piece.
+    The engine holds at most `at_once` requests, running and waiting. If `at_once` is None, all are submitted at once.
+    The scheduler looks at every waiting request in every step, so a long list should be submitted in parts.
 
     Raises:
-        ValueError: a request cannot be served; none is started then.
+        ValueError: a request cannot be served. In that case no request is started.
     """
     for request in requests:
         engine.check(request)
@@ -38,10 +38,10 @@ def steps(
 
 
 def complete(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
-    """Run `requests` together to their end and return the tokens of each.
+    """Run `requests` as one batch until all have finished, and return the tokens of each.
 
     Raises:
-        ValueError: as `steps`.
+        ValueError: a request cannot be served.
     """
     tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
     for outputs in steps(engine, requests):

@@ -1,1 +1,1 @@
-"""Folders on this machine: the source checkout and the cache."""
+"""Locates the source checkout and the cache folder on this machine."""

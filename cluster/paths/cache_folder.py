@@ -1,7 +1,7 @@
-"""The folder for what outlives a server: its logs, and kernels that are compiled on this machine.
+"""The folder for files that stay after a server has ended: logs, and kernels compiled on this machine.
 
-It is `aerie` in $XDG_CACHE_HOME, by default ~/.cache. A user without a home folder that can be written (an arbitrary
-user id in a container, a read-only file system) gets one in the system's temporary folder.
+It is `aerie` in $XDG_CACHE_HOME, by default ~/.cache. A user without a writable home folder (an arbitrary user id in a
+container, a read-only file system) gets a folder in the system's temporary folder instead.
 """
 
 import os
@@ -13,7 +13,7 @@ from cluster.config import ConfigError
 
 
 def unusable_home() -> str:
-    """Why the usual folder cannot be used; empty where it can. The folder is made if there is none yet."""
+    """Return why the usual folder cannot be used; empty if it can. The folder is created if it is missing."""
     try:
         folder = _usual()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -25,7 +25,7 @@ def unusable_home() -> str:
 
 
 def cache_folder() -> Path:
-    """The folder, which exists and can be written.
+    """Return the cache folder; it exists and is writable.
 
     Raises:
         ConfigError: neither the usual folder nor the temporary one can be used.
@@ -38,11 +38,12 @@ def cache_folder() -> Path:
         facts = folder.lstat()
     except OSError as error:
         raise ConfigError(f"{why}, and {str(folder)!r} cannot be made: {error.strerror}; set XDG_CACHE_HOME") from None
+    # Everyone may create files in the temporary folder, so refuse a symlink or a folder that another user controls.
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o022:
         raise ConfigError(f"{why}, and others can write {str(folder)!r}; set XDG_CACHE_HOME to a folder of your own")
     return folder
 
 
 def _usual() -> Path:
-    """Raises RuntimeError where the user has no home folder."""
+    """Return the usual folder. Raises RuntimeError if the user has no home folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "aerie"

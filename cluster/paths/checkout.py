@@ -1,4 +1,4 @@
-"""The source checkout that this package was imported from, and the demo in it. An installed package has neither."""
+"""The source checkout from which this package was imported, and the demo in it. An installed package has neither."""
 
 import os
 from pathlib import Path
@@ -12,9 +12,8 @@ DEMO_TARGET, DEMO_DRAFT = "models/demo/target", "models/demo/draft"
 
 
 def homes() -> tuple[Path, ...]:
-    """Where relative paths of a config are looked for, in this order: AERIE_HOME, the working directory, the checkout.
-
-    The folder of an installed package is not a checkout: it holds no pyproject.toml.
+    """Return the folders in which relative paths of a config are searched, in order: AERIE_HOME, the working directory,
+    the checkout. An installed package has no checkout: there is no pyproject.toml beside it.
     """
     home = (Path(os.environ[HOME]),) if HOME in os.environ else ()
     own = (CHECKOUT,) if (CHECKOUT / "pyproject.toml").is_file() else ()
@@ -22,10 +21,10 @@ def homes() -> tuple[Path, ...]:
 
 
 def demo_path(name: str, instead: str) -> str:
-    """The absolute path of a file or folder of the demo, which only the source repository holds.
+    """Return the absolute path of a file or folder of the demo, which only the source repository holds.
 
     Raises:
-        ConfigError: it is found nowhere; the message says with `instead` what to pass in its place.
+        ConfigError: it is not found; the message includes `instead`, which says what to pass in its place.
     """
     for home in homes():
         if (home / name).exists():

@@ -1,1 +1,1 @@
-"""The keyed sampler: logits processing, filters, Gumbel noise, and the choice of tokens, also over sharded logits."""
+"""The sampler: penalties and grammars, filters, keyed Gumbel noise, choice of tokens, also over sharded logits."""

@@ -1,7 +1,7 @@
-"""The chooser in C, for a CPU: scores are made in registers, noise included, and no row of them is ever written.
+"""The sampler in C, for CPUs: scores, noise included, are computed in registers and never written to memory.
 
-It must equal `TorchChooser` but for the last digits of noise; beyond that a row's bits depend on that row alone, and
-are the same at every level of vector instructions (`kernels/choice/choice.c`).
+Results must equal those of `TorchSampler`, except for the last digits of noise. In addition, the bits of a row depend
+on that row alone, and are the same with every set of vector instructions (`kernels/choice/choice.c`).
 """
 
 from collections.abc import Sequence
@@ -24,11 +24,11 @@ NUMBERS = (
 )
 BEST, LIKELIEST, FOUND = range(3)
 MOST = 64
-"""Tokens that are taken of a row at once."""
+"""The largest `count` of one call: the most tokens of a row that it can return."""
 
 
 class ChoiceArguments(Structure):
-    """`struct aerie_choice`."""
+    """Arguments of the C function, laid out as `struct aerie_choice`."""
 
     _fields_ = (
         *((name, c_void_p) for name in POINTERS),
@@ -38,22 +38,22 @@ class ChoiceArguments(Structure):
 
 
 class CSampler:
-    """`Chooser` by the function of a `library`."""
+    """`Sampler` by the functions of a compiled `library`."""
 
     def __init__(self, library: Library) -> None:
         self._library = library
 
     def noise(self, seeds: Tensor, first: Tensor, count: int, hashes: Tensor, dtype: torch.dtype) -> Noise:
-        """See `Chooser.noise`; none of it is made beforehand."""
+        """Compute the keys only; see `Sampler.noise`."""
         first, keys = first.contiguous(), first.new_empty(first.shape[0], count)
-        run = self._library.functions["keys", torch.float32]  # whole numbers alone: any will do
+        run = self._library.functions["keys", torch.float32]  # it handles integers only: the dtype does not matter
         native(run, seeds.data_ptr(), first.data_ptr(), keys.data_ptr(), first.shape[0], seeds.stride(0), count)
         return Noise(keys, hashes, dtype)
 
     def best(
         self, values: Tensor, draws: Sequence[SamplingInputs], least: Tensor | None, masks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See `Chooser.best`."""
+        """Return the best column and its score; see `Sampler.best`."""
         scores, columns, _ = self._run(BEST, values, draws, least, 1, masks)
         return columns[:, 0], scores[:, 0]
 
@@ -65,14 +65,14 @@ class CSampler:
         count: int,
         masks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """See `Chooser.likeliest`."""
+        """Return log-probabilities and columns of the best; see `Sampler.likeliest`."""
         scores, columns, _ = self._run(LIKELIEST, values, draws, least, count, masks)
         return scores, columns
 
     def found(
         self, values: Tensor, draws: Sequence[SamplingInputs], least: Tensor | None, count: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Chooser.found`."""
+        """Return the best of a shard and its log-sum-exp; see `Sampler.found`."""
         return self._run(FOUND, values, draws, least, min(count, values.shape[1]), None)
 
     def _run(
@@ -84,7 +84,11 @@ class CSampler:
         count: int,
         masks: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Scores and columns `[T, count]`, and the log of the sum `[T, 1]`, which only `FOUND` fills."""
+        """Return scores and columns `[T, count]`, and the log-sum-exp `[T, 1]`, which only `FOUND` fills.
+
+        Raises:
+            ValueError: `count`, the masks or `draws` do not fit the logits, or masks come with filters.
+        """
         rows, size = values.shape
         if not 1 <= count <= min(size, MOST):
             raise ValueError(f"{count} of {size} columns; C takes 1 to {MOST} of at least as many")
@@ -106,6 +110,7 @@ class CSampler:
         if noise is None:
             self._call(kind, values, made, {} if masks is None else {"masks": masks}, (rows, 1))
             return made
+        # One call for each entry of `draws`, on its rows.
         counts = [draw.requests * draw.each for draw in draws]
         if sum(counts) != rows:
             raise ValueError(f"{rows} rows of logits, and draws of {sum(counts)}")
@@ -130,7 +135,7 @@ class CSampler:
         drawn: dict[str, Tensor],
         rows: tuple[int, int],
     ) -> None:
-        """Fill what is `made` of the rows of some requests: `rows` says how many, and how many rows of each."""
+        """Fill `made` (scores, columns, log-sum-exp) for logits `values`; `rows` is (requests, rows per request)."""
         scores, columns, total = made
         size, (requests, each) = values.shape[1], rows
         given = {"logits": values, "scores": scores, "columns": columns, "total": total, **drawn}
@@ -142,16 +147,17 @@ class CSampler:
             told.words = drawn["masks"].shape[1]
         if "keys" in drawn:
             keys = drawn["keys"]
+            # If a request has one key, all its rows use that key. Otherwise row i uses key i, or key `which[i]`.
             told.keys_stride, told.position = keys.stride(0), int(keys.shape[1] > 1)
             told.inverse_stride, told.scale_stride = drawn["inverse"].stride(0), drawn["scale"].stride(0)
         native(self._library.functions["choice", values.dtype], byref(told))
 
 
 def _drawn(draw: SamplingInputs, values: Tensor, least: Tensor | None) -> dict[str, Tensor]:
-    """What C has to read of how rows of logits `values` draw.
+    """Return the tensors of `draw` that the C function reads, by the names of `POINTERS`, for rows of logits `values`.
 
     Raises:
-        ValueError: there is noise for other tokens than there are columns, which C would not notice.
+        ValueError: the noise does not have one token per column. The C code does not check this.
     """
     noise, sampling, wide = draw.noise, draw.sampling, at_least_float32(values.dtype)
     assert noise is not None, "all requests share a mode"

@@ -1,10 +1,10 @@
 """top_k, top_p and min_p as one threshold per row.
 
-What a filter keeps are the likeliest tokens, so a row's filters are together one number: the least logit that stays.
-Equal logits stay or go together.
+Every filter keeps the likeliest tokens, so all filters of a row together are one number: the lowest logit that is kept.
+Equal logits are kept or removed together.
 
-Probability mass is counted in whole numbers. Their sum does not depend on the order of its terms, so a threshold is
-the same however it is searched, and for every way to split a vocabulary. Legend: B rows, V token ids.
+Probability mass is counted in integers. Their sum does not depend on the order of its terms, so a threshold is the same
+for every search algorithm and for every sharding of the vocabulary. Legend: B rows, V token ids.
 """
 
 from typing import Protocol
@@ -16,51 +16,55 @@ from cluster.batch import SamplingBatch
 from cluster.sampling.radix_select import search
 from cluster.sampling.row_blocks import blocks
 
-MASS = 1 << 40  # mass of the likeliest token; 2**22 tokens as likely still fit in 63 bits
-AT_ONCE = 2  # numbers that a threshold needs on the way, for each logit
+MASS = 1 << 40  # mass of the likeliest token; the sum over 2**22 equally likely tokens still fits in 63 bits
+AT_ONCE = 2  # temporary numbers per logit while a threshold is computed
 INTEGER = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 def ordered(floats: Tensor) -> Tensor:
-    """Integers of the same width that compare as `floats` do (NaN apart)."""
+    """Return integers of the same width in the same order as `floats` (except NaN)."""
     bits = floats.view(INTEGER[floats.dtype])
+    # Negative floats ascend as their bits descend, so flip all their bits but the sign (the shift gives all ones).
     return bits ^ ((bits >> (8 * bits.itemsize - 1)) & torch.iinfo(bits.dtype).max)
 
 
 def float_of(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """The floats of `dtype` whose `ordered` integers these are; on bits, `ordered` is its own inverse."""
+    """Return the floats of `dtype` whose `ordered` integers are `numbers`; on bits, `ordered` is its own inverse."""
     return ordered(numbers.view(dtype)).view(dtype)
 
 
 def mass_of(tempered: Tensor, top: Tensor, kth: Tensor) -> Tensor:
-    """The mass of each of the `tempered` logits `[B, V]`, int64, where `top` `[B, 1]` has `MASS`; none below `kth`."""
+    """Return the mass of each tempered logit `[B, V]`, int64: exp(logit - top) * MASS, and 0 for logits below `kth`.
+
+    `top` and `kth` are `[B, 1]`.
+    """
     return (tempered - top).exp_().mul_(MASS).nan_to_num_(0.0).to(torch.int64).masked_fill_(tempered < kth, 0)
 
 
 class LogitRows(Protocol):
-    """Rows of tempered logits over `vocab` columns, of which a rank may hold some; numbers of a row are `[B, 1]`."""
+    """B rows of tempered logits over `vocab` columns, of which this rank may hold a shard. Results are `[B, 1]`."""
 
     vocab: int
 
     def highest(self) -> Tensor:
-        """The highest logit."""
+        """Return the highest logit of each row."""
         ...
 
     def kth(self, rank: Tensor) -> Tensor:
-        """The logit that has place `rank`, from 1, in the row."""
+        """Return the logit at place `rank` of each row; place 1 is the highest logit."""
         ...
 
     def weigh(self, top: Tensor, kth: Tensor) -> Tensor:
-        """The mass of the row, where that of each logit is `mass_of` it."""
+        """Compute the mass of each logit (`mass_of`), keep it for `reaching`, and return the sum of each row."""
         ...
 
     def reaching(self, needed: Tensor) -> Tensor:
-        """The largest number so that all logits not below it have the mass `needed`, as weighed before."""
+        """Return the largest threshold so that the logits not below it have at least the mass `needed`."""
         ...
 
 
 class WholeLogits:
-    """`LogitRows` with all their columns, `tempered` `[B, V]` in float32 or float64."""
+    """`LogitRows` of a rank that holds all columns: `tempered` `[B, V]` in float32 or float64."""
 
     def __init__(self, tempered: Tensor) -> None:
         self.vocab = tempered.shape[1]
@@ -68,30 +72,32 @@ class WholeLogits:
         self._mass: Tensor | None = None
 
     def highest(self) -> Tensor:
-        """See `LogitRows.highest`."""
+        """Return the maximum of each row."""
         return self._tempered.amax(1, keepdim=True)
 
     def kth(self, rank: Tensor) -> Tensor:
-        """See `LogitRows.kth`."""
+        """Search by count; see `LogitRows.kth`."""
         return float_of(self._numbers.least(rank), self._tempered.dtype)
 
     def weigh(self, top: Tensor, kth: Tensor) -> Tensor:
-        """See `LogitRows.weigh`."""
+        """Keep the masses of all logits; see `LogitRows.weigh`."""
         self._mass = mass_of(self._tempered, top, kth)
         return self._mass.sum(1, keepdim=True)
 
     def reaching(self, needed: Tensor) -> Tensor:
-        """See `LogitRows.reaching`."""
+        """Search by mass; see `LogitRows.reaching`."""
         return float_of(self._numbers.least(needed, self._mass), self._tempered.dtype)
 
 
 def thresholds(rows: LogitRows, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """The least of its tempered logits that each row keeps, `[B, 1]` like its filters.
+    """Return the lowest tempered logit that each row keeps, `[B, 1]`; the filters are `[B, 1]` too.
 
-    top_k comes first, top_p counts the mass of what that leaves, min_p is a share of the likeliest token's; the
-    likeliest always stays. A row may have no filter (top_k 0, top_p 1, min_p 0).
+    top_k is applied first. top_p is a share of the mass that top_k leaves, min_p a share of the highest probability.
+    The likeliest token is always kept. A row without filters has top_k 0, top_p 1, min_p 0.
     """
     top, vocab = rows.highest(), rows.vocab
+    # Each filter is a threshold, -inf if it is off; the highest one decides:
+    # threshold = min(top, max(kth, nucleus, top + log(min_p)))
     rank = torch.where(top_k > 0, top_k, vocab).clamp_(max=vocab)
     kth = rows.kth(rank).masked_fill_(rank == vocab, float("-inf"))
     needed = (rows.weigh(top, kth) * top_p.double()).ceil().to(torch.int64).clamp_(min=1)
@@ -100,7 +106,7 @@ def thresholds(rows: LogitRows, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> 
 
 
 def least_kept(tempered: Tensor, sampling: SamplingBatch) -> Tensor:
-    """The least that the filters of R requests keep of each row of their `tempered` logits `[R, n, V]`, `[R, n, 1]`."""
+    """Return the thresholds `[R, n, 1]` of R requests' filters for their `tempered` logits `[R, n, V]`."""
     r, n, vocab = tempered.shape
     rows = tempered.view(r * n, vocab)
     filters = [each[:, None].expand(r, n).reshape(-1, 1) for each in (sampling.top_k, sampling.top_p, sampling.min_p)]

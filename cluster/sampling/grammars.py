@@ -1,7 +1,7 @@
-"""The grammars of running requests: which tokens may come after each node of a tree.
+"""Grammars of running requests: which tokens are allowed after each node of a tree.
 
-A grammar is matched on the host, so a step with such a request waits for its device: for the tokens of each level of
-the draft, of the tree, and for those accepted. All ranks of a group match the same tokens and bar the same.
+A grammar is matched on the host, so a step with a grammar waits for the device: for the tokens of each draft level, of
+the tree, and for the accepted tokens. All ranks of a group match the same tokens, so they mask out the same tokens.
 Legend: R requests, n rows of each, V token ids, D tokens of a path.
 """
 
@@ -26,70 +26,73 @@ Mask = NDArray[np.int32]
 T = TypeVar("T")
 
 BURST_S, SHARE_S = 0.1, 0.01
-"""A request may take so much of the processor for its grammar at once, and so much in each step. The longest call is
-not counted, because a pause of the process or of its machine is charged to whoever runs.
+"""CPU seconds that the grammar of a request may take: `BURST_S` at once, and `SHARE_S` more for each step. The longest
+call is not counted, because it may contain a pause of the process or the machine.
 """
 
 
 class Matcher(Protocol):
-    """One request's place in its grammar. A method that raises fails its request alone."""
+    """The position of one request in its grammar. If a method raises, only that request fails."""
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """These tokens have come."""
+        """Advance by tokens that were committed."""
         ...
 
     def fill(self, path: Sequence[int], out: NDArray[np.int32]) -> None:
-        """Write into `out` `[words]`, as bits, which tokens may come after this path; none of it has come yet. After a
-        path that the grammar does not have it may be anything.
+        """Write the token bitmask after `path`, whose tokens are not committed yet, into `out` `[words]`. If the
+        grammar does not allow `path`, the mask is arbitrary.
         """
         ...
 
     def forced(self, path: Sequence[int], most: int) -> list[int]:
-        """At most `most` tokens that most likely follow this path, because the grammar leaves no choice of the text."""
+        """Return the first `most` tokens of the only text that the grammar allows after `path`; none if it allows more.
+
+        A text can be cut into tokens in several ways; these are the tokens that the model most likely chooses.
+        """
         ...
 
 
 class Make(Protocol):
-    """Gives the matcher of a compiled grammar at its beginning."""
+    """Creates matchers of compiled grammars."""
 
     def __call__(self, grammar: str) -> Matcher:
-        """Make the matcher; raises `GrammarError` for a text that is no compiled grammar."""
+        """Return a matcher at the beginning of `grammar`; raises `GrammarError` if that is not a compiled grammar."""
         ...
 
     def read(self, grammar: str) -> None:
-        """Do beforehand, in any thread, what takes long in the making; raises as the making does."""
+        """Do the slow part of creating a matcher in advance, in any thread; raises as `__call__` does."""
         ...
 
     def prepare(self) -> None:
-        """Do beforehand, in any thread, what the first grammar would wait for; raises `ConfigError` where none can be
-        matched.
+        """Do in advance the work that the first grammar would wait for, in any thread; raises `ConfigError` if no
+        grammar can be matched over this model's tokens.
         """
         ...
 
 
 class GrammarPosition:
-    """Where a request in a row of the tables is in its grammar: without a matcher if that has failed."""
+    """The position of a request in its grammar, and the CPU time that it took. It loses its matcher if that fails."""
 
     def __init__(self, constraint: RowGrammar, make: Make) -> None:
         self._matcher: Matcher | None = None
-        self._spent = self._longest = 0.0  # seconds of the processor beyond its share, and those of one call in them
+        self._spent = self._longest = 0.0  # CPU seconds beyond the shares of past steps; the longest call among them
         self._matcher = self._tried(make, constraint.grammar)
         self.accept(constraint.tokens)
-        self._spent = self._longest = 0.0
+        self._spent = self._longest = 0.0  # creating the matcher is not charged
 
     @property
     def slow(self) -> bool:
-        """Whether the grammar takes more of the processor than others can wait for."""
+        """Whether the grammar takes so much CPU time that other requests wait too long."""
         return self._spent - self._longest > BURST_S
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """These tokens have come, in a step."""
+        """Advance by the tokens committed in one step, and deduct `SHARE_S` from the CPU time spent."""
         if self._matcher is not None:
             self._tried(self._matcher.accept, tokens)
         self._spent, self._longest = max(0.0, self._spent - SHARE_S), max(0.0, self._longest - SHARE_S)
 
     def fill(self, paths: Sequence[Sequence[int]], out: Mask) -> None:
-        """Write the masks after paths, which -1 fills up, into `out` `[n, words]`; empty ones if it has failed."""
+        """Write the bitmasks after `paths` (padded with -1) into `out` `[n, words]`; zeros if the grammar failed."""
         if self._matcher is not None:
             self._tried(self._fill, self._matcher, paths, out)
         if self._matcher is None:
@@ -101,11 +104,11 @@ class GrammarPosition:
             matcher.fill([token for token in path if token >= 0], mask)
 
     def forced(self, path: Sequence[int], most: int) -> list[int]:
-        """As that of the matcher; nothing if it has failed."""
+        """Return the forced tokens, see `Matcher.forced`; none if the grammar failed."""
         return (None if self._matcher is None else self._tried(self._matcher.forced, path, most)) or []
 
     def _tried(self, run: Callable[..., T], *given: Any) -> T | None:
-        """`run(*given)`; None if the grammar fails. What it takes is noted."""
+        """Return `run(*given)` and charge its CPU time; return None and drop the matcher if it raises."""
         began, found = time.thread_time(), None
         try:
             found = run(*given)
@@ -121,9 +124,11 @@ class GrammarPosition:
 
 
 class GrammarTable:
-    """The places of running requests in their grammars, by row. A request whose grammar fails gets no finite logits any
-    more, and so ends with an error, alone. One whose grammar takes too long is `slow`: it stays in its grammar, and
-    ought to be ended by the leader of its group, since the ranks of a group do not measure the same.
+    """The positions of running requests in their grammars, by table row.
+
+    If a grammar fails, the request's logits become NaN, so that only this request ends, with an error. If a grammar
+    takes too much CPU time, `slow` is True for the request, and the leader of its group should end it. Only the leader
+    decides, because ranks measure different times.
     """
 
     def __init__(self, vocab: int, make: Make, bars: Bars) -> None:
@@ -132,19 +137,19 @@ class GrammarTable:
 
     @property
     def frugal(self) -> bool:
-        """Whether `apply` takes no memory but for what it returns, so that blocks of rows would only cost a copy."""
+        """Whether `apply` needs no temporary memory, so that splitting rows into blocks would only cost a copy."""
         return isinstance(self._bars, CTokenBitmask)
 
     def read(self, grammar: str) -> None:
-        """Do beforehand, in any thread, what takes long when a request with this grammar is admitted.
+        """Do the slow part of admitting a request with this grammar in advance, in any thread.
 
         Raises:
-            GrammarError: it is no compiled grammar for this model.
+            GrammarError: `grammar` is not a compiled grammar for this model.
         """
         self._make.read(grammar)
 
     def prepare(self) -> None:
-        """Do beforehand, in any thread, what the first grammar would wait for.
+        """Do in advance the work that the first grammar would wait for, in any thread.
 
         Raises:
             ConfigError: no grammar can be matched over this model's tokens.
@@ -152,19 +157,19 @@ class GrammarTable:
         self._make.prepare()
 
     def slow(self, row: int) -> bool:
-        """Whether the grammar of the request in `row` takes more of the processor than others can wait for."""
+        """Whether the grammar of the request in `row` takes so much CPU time that other requests wait too long."""
         place = self._places.get(row)
         return place is not None and place.slow
 
     def put(self, order: StepInput) -> None:
-        """Requests are admitted: those with a constraint get their place, rows of others lose theirs."""
+        """Admit requests: a row whose request has a grammar gets a new position, the other admitted rows get none."""
         for each in order.samplings:
             self._places.pop(each.row, None)
         for constraint in order.constraints:
             self._places[constraint.row] = GrammarPosition(constraint, self._make)
 
     def commit(self, rows: Tensor, tokens: Tensor, lens: Tensor) -> None:
-        """The first `lens` `[B]` of `tokens` `[B, n]` were generated for `rows` `[B]`."""
+        """Advance the grammars of `rows` `[B]` by the first `lens` `[B]` of `tokens` `[B, n]`."""
         hosted(self._commit, rows, tokens, lens)
 
     def _commit(self, rows: Tensor, tokens: Tensor, lens: Tensor) -> None:
@@ -173,28 +178,29 @@ class GrammarTable:
                 self._places[row].accept(run[:count])
 
     def forced(self, row: int, path: Sequence[int], most: int) -> list[int]:
-        """Tokens that the grammar of the request in `row` forces after a path; none if it has no grammar."""
+        """Return up to `most` tokens that the grammar of the request in `row` forces after `path`; none without one."""
         place = self._places.get(row)
         return [] if place is None else place.forced(path, most)
 
     def apply(self, logits: Tensor, rows: Tensor, path: Tensor, ids: Tensor | None) -> Tensor:
-        """Logits `[R, n, v]` of requests in `rows` `[R]`, after tokens `path` `[R, n, D]` that are not accepted yet (-1
-        beyond them), with what may not come barred, in float32 at least; NaN where the grammar has failed. `ids` as in
-        `Adjust.apply`.
+        """Return logits `[R, n, v]` of the requests in `rows` `[R]` with disallowed tokens masked out, in float32 at
+        least. If a request's grammar failed, its logits become NaN. `path` `[R, n, D]` are the uncommitted tokens
+        before each row, padded with -1. `ids` is as in `LogitsProcessor.apply`.
         """
         masks = self.masks(rows, path)
         return self._bars(logits.flatten(0, 1), masks.flatten(0, 1), ids).view(logits.shape)
 
     def masks(self, rows: Tensor, path: Tensor) -> Tensor:
-        """Which tokens may come in requests in `rows` `[R]` after `path` `[R, n, D]`, int32 `[R, n, words]` with a bit
-        for each token: all in a request without a grammar, none where the grammar has failed.
+        """Return the token bitmasks of the requests in `rows` `[R]` after `path` `[R, n, D]`: int32 `[R, n, words]`.
+
+        A request without a grammar has all bits set; a request whose grammar failed has none.
         """
         masks = hosted(self._masks, rows, path)
         assert masks is not None
         return masks
 
     def _masks(self, rows: Tensor, path: Tensor) -> Tensor:
-        """The masks after paths, `[R, n, words]`; everything may come in a request without a grammar."""
+        """Compute `masks`, on the host."""
         masks = np.empty((*path.shape[:2], -(-self._vocab // WORD)), np.int32)
         for row, paths, own in zip(rows.tolist(), path.tolist(), masks, strict=True):
             place = self._places.get(row)

@@ -1,4 +1,4 @@
-"""Everything that changes logits before a token is drawn, of some requests of a step.
+"""Logit adjustments and grammars of some requests of a step: all that changes logits before a token is sampled.
 
 Legend: R requests, n rows of each, V token ids, D tokens of a path.
 """
@@ -15,27 +15,27 @@ from cluster.sampling.grammars import GrammarTable
 from cluster.sampling.penalties import PenaltyTable
 from cluster.sampling.row_blocks import blocks
 
-AT_ONCE = 4  # numbers that adjusting needs on the way, for each logit
+AT_ONCE = 4  # temporary numbers per logit while logits are adjusted
 
 
 @dataclass(frozen=True, slots=True)
 class LogitsTables:
-    """What running requests change, by row: on the device their adjustments, on the host their grammars."""
+    """The tables of all running requests: logit adjustments (on the device) and grammars (on the host), by row."""
 
     adjustments: PenaltyTable
     grammars: GrammarTable
 
     def stage(self, order: StepInput, staging: Staging) -> None:
-        """Put what admitted requests change on its way; `put` writes it where it arrives."""
+        """Add the adjustments of admitted requests to the next copy to the device; `put` writes them to the table."""
         self.adjustments.stage(order, staging)
 
     def put(self, order: StepInput, sent: Mapping[str, Tensor]) -> None:
-        """Write what `stage` sent."""
+        """Write what `stage` sent to the tables."""
         self.adjustments.put(order, sent)
         self.grammars.put(order)
 
     def of(self, rows: Tensor, mode: SamplingMode) -> "LogitsProcessor | None":
-        """What requests in `rows` `[R]` change in a step of this mode; None if nobody changes anything."""
+        """Return the processor of the requests in `rows` `[R]`, in a step of this mode; None if no logits change."""
         adjustments = self.adjustments if SamplingMode.ADJUSTED in mode else None
         grammars = self.grammars if SamplingMode.CONSTRAINED in mode else None
         return LogitsProcessor(rows, adjustments, grammars, SamplingMode.WORDS in mode) if mode.adjusts else None
@@ -43,9 +43,11 @@ class LogitsTables:
 
 @dataclass(frozen=True, slots=True)
 class LogitsProcessor:
-    """What R requests in `rows` change: what the tables say that some request of the step needs, with bad words if some
-    request has `words`. `path` `[R, n, D]` are the tokens of each row's path after those that the tables have counted,
-    -1 beyond them; None where there are none.
+    """Adjusts the logits of the R requests in table rows `rows`.
+
+    `adjustments` and `grammars` are None if no request of the step needs that table. `words`: some request has bad
+    words. `path` `[R, n, D]` are the tokens before each row of logits that the tables have not counted yet, padded with
+    -1. If `path` is None, the tables have counted all tokens.
     """
 
     rows: Tensor
@@ -55,15 +57,15 @@ class LogitsProcessor:
     path: Tensor | None = None
 
     def after(self, path: Tensor) -> "LogitsProcessor":
-        """The same for rows after these paths."""
+        """Return the processor for rows of logits after the tokens `path` `[R, n, D]`."""
         return replace(self, path=path)
 
     def narrow(self, requests: slice) -> "LogitsProcessor":
-        """That of some requests."""
+        """Return the processor of some of the requests."""
         return replace(self, rows=self.rows[requests], path=None if self.path is None else self.path[requests])
 
     def commit(self, tokens: Tensor, lens: Tensor) -> None:
-        """The first `lens` `[R]` of `tokens` `[R, n]` were generated for these requests."""
+        """Tell the tables that the first `lens` `[R]` of `tokens` `[R, n]` were generated for these requests."""
         if self.adjustments is not None:
             self.adjustments.commit(self.rows, tokens, lens, self.words)
         if self.grammars is not None:
@@ -71,17 +73,17 @@ class LogitsProcessor:
 
     @property
     def masks_alone(self) -> bool:
-        """Whether grammars alone change logits, and the chooser applies their masks without a copy of the logits."""
+        """Whether only grammars change logits, and a sampler can apply their bitmasks without copying the logits."""
         return self.adjustments is None and self.grammars is not None and self.grammars.frugal
 
     def masks(self, each: int) -> Tensor:
-        """Which tokens grammars allow after `each` rows of every request, as bits, `[R * each, words]`."""
+        """Return the token bitmasks of grammars after `each` rows of every request, `[R * each, words]`."""
         assert self.grammars is not None, "no request of the step has a grammar"
         return self.grammars.masks(self.rows, self._paths(each)).flatten(0, 1)
 
     def apply(self, logits: Tensor, ids: Tensor | None = None) -> Tensor:
-        """Logits `[R, n, V]` -> the adjusted ones, in float32 at least. Where the columns are not all tokens in their
-        order, `ids` `[V]` are theirs.
+        """Return adjusted logits `[R, n, V]`, in float32 at least. `ids` `[V]` are the token ids of the columns. If
+        `ids` is None, column i is token id i.
         """
         r, n, width = logits.shape
         path = self._paths(n)

@@ -12,9 +12,10 @@ from cluster.sampling.noise import at_least_float32
 
 
 class SamplingTable:
-    """Sampling parameters by request row, on the device, so that a step gathers instead of building."""
+    """Sampling parameters by request row, on the device: a step gathers its rows instead of copying from the host."""
 
     def __init__(self, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        # Columns of `_floats`: inverse temperature, noise scale, top_p, min_p; of `_ints`: top_k, seed.
         dtype = at_least_float32(dtype)
         self._floats = torch.zeros(rows, 4, dtype=dtype, device=device)
         self._floats[:, 0] = 1.0
@@ -23,7 +24,10 @@ class SamplingTable:
 
     @staticmethod
     def stage(samplings: Iterable[RowSampling], staging: Staging) -> None:
-        """Put the parameters of admitted requests on their way; `put` writes them where they arrive."""
+        """Add the parameters of admitted requests to the next copy to the device; `put` writes them to the table.
+
+        Greedy requests get neutral values, so that greedy and sampled rows share one program.
+        """
         rows: list[int] = []
         ints: list[int] = []
         floats: list[float] = []
@@ -44,7 +48,7 @@ class SamplingTable:
         self._ints.index_copy_(0, rows, sent["sampling ints"].view(-1, 2))
 
     def take(self, rows: Tensor, noisy: bool, filtered: bool) -> SamplingBatch:
-        """The parameters of `rows` `[B]`."""
+        """Return the parameters of table rows `rows` `[B]`; `noisy` and `filtered` as in `SamplingBatch`."""
         inverse, scale, top_p, min_p = self._floats.index_select(0, rows).unbind(1)
         top_k, seeds = self._ints.index_select(0, rows).unbind(1)
         return SamplingBatch(inverse, scale, top_k, top_p, min_p, seeds, noisy, filtered)

@@ -1,9 +1,9 @@
-"""What requests change in the distribution itself before a token is drawn: penalties, biases, bans, a least length.
+"""Logit adjustments that requests ask for: penalties, biases, allowed tokens, bad words, a minimum length.
 
-What a row is penalised for depends on all tokens before it, so each node of a tree has its own (law 1): the request's
-tokens are counted in a table on the device, and those of a node's path are added where its logits are worked on.
+Penalties depend on all tokens before a row, so each node of a tree has its own (law 1). A table on the device counts
+the committed tokens of each request. When a node's logits are adjusted, the tokens of its path are counted too.
 
-The order is that of transformers and vLLM: bias, repetition, frequency, presence, then bans.
+Adjustments are applied in the order of transformers and vLLM: bias, repetition, frequency, presence, then bans.
 Legend: R requests, n rows of each, V token ids, D tokens of a path, M bad words of at most L tokens.
 """
 
@@ -17,19 +17,22 @@ from cluster.device.staging import Staging, bits_of
 from cluster.sampling.noise import at_least_float32
 
 BANNED = -1e30
-"""Added to the logit of a token that must not come. Finite, so that a row is as sound as the model's numbers are."""
+"""Added to the logit of a banned token. Finite, so that only the model can make a row non-finite."""
 PROMPT, LATE, ONCE = 1, 2, 4
-"""Of a token's mark: it is in the prompt; it must not come before the least length; it was generated once."""
-REPETITION = 2  # its place among the numbers of a row, of which it alone is 1 where it changes nothing
+"""A token's mark is a sum of these: `PROMPT` if the token is in the prompt, `LATE` if it is banned before the minimum
+length, and `ONCE` for each time it was generated. So mark >> 2 is the count."""
+REPETITION = 2  # column of `numbers`; the only one whose neutral value is 1, not 0
 
 
 class PenaltyTable:
-    """The adjustments of all requests by row. It takes no memory before the first request that has some.
+    """The logit adjustments of all requests by row. The table takes no memory before the first request with
+    adjustments.
 
-    `bias` `[rows, V]` are added to logits, `marks` `[rows, V]` int32 say what penalties ask of each token, `numbers`
-    `[rows, 4]` are presence, frequency and repetition penalty and whether the row is adjusted at all. The row's output
-    is `missing` `[rows]` tokens short of its least length. `words` `[rows, M, L]` are bad words, each with -1 before
-    it, and `tails` `[rows, L - 1]` the last tokens.
+    - `bias` `[rows, V]`: added to logits.
+    - `marks` `[rows, V]` int32: see `PROMPT`, `LATE`, `ONCE`.
+    - `numbers` `[rows, 4]`: presence, frequency and repetition penalty, and 1 if the row has adjustments, else 0.
+    - `missing` `[rows]`: how many tokens the output is short of its minimum length.
+    - `words` `[rows, M, L]`: bad words, padded with -1 in front. `tails` `[rows, L - 1]`: the last committed tokens.
     """
 
     bias: Tensor
@@ -42,10 +45,10 @@ class PenaltyTable:
     def __init__(self, rows: int, vocab: int, dtype: torch.dtype, device: torch.device) -> None:
         self._shape, self._dtype, self._device = (rows, vocab), at_least_float32(dtype), device
         self._made = False
-        self._worded: dict[int, tuple[int, int]] = {}  # how many bad words a row has, and how long the longest is
+        self._worded: dict[int, tuple[int, int]] = {}  # row -> (count, longest) of bad words
 
     def make(self) -> None:
-        """Take the memory, before a step in which some request has adjustments."""
+        """Allocate the table, before the first step in which some request has adjustments."""
         if self._made:
             return
         rows, device = self._shape[0], self._device
@@ -59,7 +62,7 @@ class PenaltyTable:
         self._made = True
 
     def stage(self, order: StepInput, staging: Staging) -> None:
-        """Put the adjustments of admitted requests on their way; rows of those without any become neutral."""
+        """Add the adjustments of admitted requests to the next copy to the device; rows without any become neutral."""
         adjusted = {each.row for each in order.adjustings}
         staging.add("plain", [each.row for each in order.samplings if each.row not in adjusted] if self._made else [])
         for i, each in enumerate(order.adjustings):
@@ -73,7 +76,7 @@ class PenaltyTable:
             staging.add(f"words {i}", [token for word in each.bad_words for token in word])
 
     def put(self, order: StepInput, sent: Mapping[str, Tensor]) -> None:
-        """Write what `stage` sent."""
+        """Write what `stage` sent to the table."""
         if not self._made:
             return
         self.numbers.index_fill_(0, sent["plain"], 0.0)
@@ -89,6 +92,7 @@ class PenaltyTable:
         row, tokens = each.row, sent["tokens"]
         self.numbers[row] = sent["numbers"].view(torch.float64).to(self._dtype)
         self.missing[row : row + 1] = sent["missing"]
+        # If the request lists its allowed tokens, the bias of all other tokens is a ban.
         bias, marks = self.bias[row], self.marks[row]
         bias.fill_(0.0 if each.allowed is None else BANNED)
         if each.allowed is not None:
@@ -101,13 +105,15 @@ class PenaltyTable:
         self._put_words(each, tokens, sent["words"])
 
     def _put_words(self, each: RowPenalties, tokens: Tensor, words: Tensor) -> None:
-        """The bad words of a row, each at the end of its line, and the tokens before the next. The table is as large as
-        rows need it now: every step with some compares all of it.
+        """Write the bad words of a row, each right-aligned in its line, and the row's last tokens.
+
+        The table is resized to what the current rows need, because every step with bad words compares all of it.
         """
         self._worded[each.row] = len(each.bad_words), max(map(len, each.bad_words), default=1)
         lines, longest = (max(sizes) for sizes in zip(*self._worded.values(), strict=True))
         if self.words.shape[1:] != (lines, longest):
             self.words[each.row].fill_(-1)
+            # Keep the overlap of the old and the new size, aligned at the right end.
             m, kept = min(lines, self.words.shape[1]), min(longest, self.words.shape[2])
             resized = torch.full((self._shape[0], lines, longest), -1, device=self._device)
             resized[:, :m, longest - kept :] = self.words[:, :m, self.words.shape[2] - kept :]
@@ -124,30 +130,35 @@ class PenaltyTable:
             self.tails[each.row, -kept:] = tokens[-kept:]
 
     def commit(self, rows: Tensor, tokens: Tensor, lens: Tensor, words: bool) -> None:
-        """The first `lens` `[B]` of `tokens` `[B, n]` were generated for `rows` `[B]`, some of which may have bad
-        `words`.
+        """Count the first `lens` `[B]` of `tokens` `[B, n]` as generated for table rows `rows` `[B]`.
+
+        `words`: some row may have bad words, so `tails` are updated too.
         """
         counts = torch.arange(tokens.shape[1], device=tokens.device) < lens[:, None]
         self.marks.index_put_((rows[:, None], tokens), (counts * ONCE).to(self.marks.dtype), accumulate=True)
         self.missing.index_put_((rows,), -lens, accumulate=True)
         if not words:
             return
+        # New tail: the last L - 1 of (old tail, first `lens` tokens), entries lens to lens + L - 2.
         kept = self.tails.shape[1]
         recent = torch.cat([self.tails.index_select(0, rows), tokens], 1)
         ahead = lens[:, None] + torch.arange(kept, device=tokens.device)
         self.tails.index_copy_(0, rows, recent.gather(1, ahead))
 
     def apply(self, logits: Tensor, rows: Tensor, path: Tensor, ids: Tensor | None, words: bool) -> Tensor:
-        """Logits `[R, n, V]` of requests in `rows` `[R]`, after tokens `path` `[R, n, D]` that are not counted yet (-1
-        beyond them), adjusted, in float32 at least. `ids` as in `Adjust.apply`; some may have bad `words`.
+        """Return adjusted logits `[R, n, V]` of the requests in table rows `rows` `[R]`, in float32 at least.
+
+        `path` `[R, n, D]` are tokens before each row of logits that the table has not counted yet, padded with -1.
+        `ids` as in `LogitsProcessor.apply`. `words`: some row may have bad words.
         """
+        # Add the tokens of each node's own path to a copy of the request's marks.
         there = path >= 0
         depth = there.sum(2, keepdim=True)
         bias = self.bias.index_select(0, rows)[:, None]
         marks = self.marks.index_select(0, rows)[:, None].expand(-1, path.shape[1], -1).clone()
         marks.scatter_add_(2, path.clamp(min=0), (there * ONCE).to(marks.dtype))
         banned = self._finished_words(rows, path, depth, marks) if words else None
-        if ids is None:  # of a draft, perhaps, whose tokens are the first of the target's
+        if ids is None:  # a draft's vocabulary may be the first `size` ids of the target's
             size = logits.shape[2]
             bias, marks = bias[..., :size], marks[..., :size]
             banned = None if banned is None else banned[..., :size]
@@ -156,19 +167,23 @@ class PenaltyTable:
             banned = None if banned is None else banned.index_select(2, ids)
         numbers = self.numbers.index_select(0, rows)[:, None, :, None]
         presence, frequency, repetition, adjusted = numbers.unbind(2)
+        # Repetition, for tokens in prompt or output: x / r if x > 0, else x * r. Then, with c occurrences in the
+        # output: x - frequency * c - presence * [c > 0].
         made = logits.to(bias.dtype) + bias * adjusted
         repeated = torch.where(made > 0, made / repetition, made * repetition)
         made = torch.where(marks.bitwise_and(~LATE) != 0, repeated, made)
         count = marks >> 2
         made = made - frequency * count - presence * (count > 0)
+        # A node at depth d has d more tokens of output than the table has counted.
         late = (marks & LATE != 0) & (depth < self.missing.index_select(0, rows)[:, None, None])
         return made.add_((late if banned is None else late | banned) * adjusted, alpha=BANNED)
 
     def _finished_words(self, rows: Tensor, path: Tensor, depth: Tensor, like: Tensor) -> Tensor:
-        """Which tokens would end a bad word after each path, `[r, n, V]`."""
+        """Return bool `[r, n, V]`, the shape of `like`: tokens that would complete a bad word after each path."""
         r, n, vocab = like.shape
         words, kept = self.words.index_select(0, rows)[:, None], self.tails.shape[1]
         tails = self.tails.index_select(0, rows)[:, None].expand(r, n, kept)
+        # The last L - 1 tokens before each node. A word matches if all its tokens but the last do; -1 matches anything.
         recent = torch.cat([tails, path], 2).gather(2, depth + torch.arange(kept, device=path.device))
         before, last = words[..., :-1], words[..., -1]
         found = ((before == recent[:, :, None]) | (before < 0)).all(3) & (last >= 0)

@@ -1,7 +1,8 @@
-"""What is chosen from logits: the target's token after every node, a draft's proposals, log-probabilities to report.
+"""Choosing tokens from logits: the target's token after every node, a draft's proposals, log-probabilities to report.
 
-A `Sampler` takes the best of the columns that a rank holds. Where these are a shard of all, `sharded` makes one choice
-of what the shards found. Legend: R requests, n rows of each, T rows, V token ids, v columns on this rank.
+A `Sampler` finds the best of the columns that a rank holds. If these are one shard of the vocabulary, `sharded` merges
+what the shards found into one choice.
+Legend: R requests, n rows of each, T own rows, T' rows scored, V token ids, v columns on this rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,16 +24,19 @@ TOP_LOGPROBS = 20
 def adjusted(
     columns: ShardedLogits, draws: Sequence[SamplingInputs], ids: Tensor | None = None
 ) -> tuple[ShardedLogits, Tensor | None]:
-    """All columns of own rows, adjusted as `draws` say; the columns themselves where no request of the step has
-    adjustments. `ids` `[V]` are the tokens of columns that are not the vocabulary in its order.
+    """Return (logits, masks): the logits of own rows after penalties and grammars, in one of three forms.
 
-    Where grammars alone adjust, and a chooser can apply their masks as it reads the logits, the columns are returned as
-    they are, and the masks `[T, words]` beside them: adjusted logits of 262,144 columns take longer to write than all
-    else that a grammar costs in a step.
+    - (`columns`, None) if no request of the step has penalties or a grammar.
+    - (`columns`, masks `[T, words]`) if only grammars change logits, and the sampler can apply token bitmasks as it
+      reads the logits. Writing adjusted logits of 262,144 columns takes longer than all else that grammars cost.
+    - (all columns of own rows, adjusted; None) otherwise.
+
+    `ids` `[V]` are the token ids of the columns. If `ids` is None, column i is token id i.
     """
     first = draws[0].adjust
     if first is None:
         return columns, None
+    # Skip empty parts, but keep one if all are empty.
     some = [draw for draw in draws if draw.requests] or draws[:1]
     if first.masks_alone and ids is None and columns.shards is None and not draws[0].sampling.filtered:
         masks = [draw.adjust.masks(draw.each) for draw in some if draw.adjust is not None]
@@ -48,7 +52,9 @@ def adjusted(
 
 
 def choose(columns: ShardedLogits, draws: Sequence[SamplingInputs], sampler: Sampler = TORCH) -> tuple[Tensor, Tensor]:
-    """The target's token after every own row and its score, `[T]` each; `draws` are of T rows together, in order."""
+    """Return the target's token after every own row, and the score of that token, `[T]` each. `draws` cover the T rows,
+    in order.
+    """
     columns, masks = adjusted(columns, draws)
     draws, least = told(columns, draws)
     chosen, score = sampler.best(columns.values, draws, least, masks)
@@ -58,42 +64,48 @@ def choose(columns: ShardedLogits, draws: Sequence[SamplingInputs], sampler: Sam
 def likeliest(
     columns: ShardedLogits, draw: SamplingInputs, count: int, sampler: Sampler = TORCH, masks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The `count` tokens of the highest score after each own row, and the log-probability that the scores give them:
-    (log-probabilities, columns), `[T, count]` each. A row that is not finite has NaN, and the first columns. `columns`
-    and `masks` are what `adjusted` returned.
+    """Return the `count` best tokens after each own row: (log-probabilities, columns), `[T, count]` each.
+
+    Log-probabilities are the log-softmax of the scores, noise included. For a row with NaN or an infinite total, they
+    are NaN, and the columns are 0 to `count - 1`. `columns` and `masks` are as returned by `adjusted`.
     """
     draws, least = told(columns, [draw])
     if columns.shards is None:
         return sampler.likeliest(columns.values, draws, least, count, masks)
     found = ShardBest(*sampler.found(columns.values, draws, least, count))
     merged = top_of_all(columns, columns.shards, found, count)
+    # A total of +-inf becomes NaN, and so the whole row becomes NaN.
     likely = (merged.values - merged.total.masked_fill(merged.total.isinf(), float("nan"))).to(found.values.dtype)
     return likely, first_of_nan(likely, merged.columns)
 
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Log-probabilities after T rows: `chosen` `[T]` of a given token, `values` of the likeliest `ids`, `[T, 20]`."""
+    """Log-probabilities after T rows: `chosen` `[T]` is that of a given token, `values` `[T, 20]` are those of the
+    likeliest tokens `ids` `[T, 20]` (fewer columns if the vocabulary is smaller).
+    """
 
     chosen: Tensor
     values: Tensor
     ids: Tensor
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Logprobs":
-        """The same with another tensor in place of each."""
+        """Return a copy with `change` applied to each tensor."""
         return Logprobs(change(self.chosen), change(self.values), change(self.ids))
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """`logprobs` of q given tokens; `ranks` `[q]` count those that are at least as likely, the given one included."""
+    """`logprobs` of q given tokens, and their `ranks` `[q]`: the number of tokens that are at least as likely as the
+    given token, itself included.
+    """
 
     logprobs: Logprobs
     ranks: Tensor
 
 
 def logprobs(columns: ShardedLogits, rows: Tensor, tokens: Tensor, sampler: Sampler = TORCH) -> Logprobs:
-    """Those of the unfiltered, untempered model: of `tokens` `[T]` after own `rows` `[T]`."""
+    """Return log-probabilities of `tokens` `[T]` after own `rows` `[T]`, by the unfiltered, untempered logits."""
     count, shards = min(TOP_LOGPROBS, columns.vocab), columns.shards
     asked = torch.stack([rows + columns.first, tokens])
     if shards is not None and shards.wide:
@@ -102,14 +114,16 @@ def logprobs(columns: ShardedLogits, rows: Tensor, tokens: Tensor, sampler: Samp
     if shards is None:
         return Logprobs((own - total)[:, 0], values - total, columns_)
     merged = top_of_all(columns, shards, ShardBest(values, columns_, total, own), count)
+    # Every shard sent a logit for the token; only the logit of the shard that holds the token, token // v, is right.
     made = merged.others.gather(0, (tokens // columns.values.shape[1])[None, :, None])[0]
     dtype = total.dtype
     return Logprobs((made - merged.total)[:, 0].to(dtype), (merged.values - merged.total).to(dtype), merged.columns)
 
 
 def _asked(columns: ShardedLogits, asked: Tensor, count: int, sampler: Sampler) -> list[tuple[Tensor, ...]]:
-    """What `ShardBest` says of rows, and the logit of a token in each; `asked` `[2, T']` are both. Where another shard
-    has the token, any.
+    """Return, block by block, the fields of `ShardBest`; the last field is the logit of one given token per row.
+
+    `asked` `[2, T']` are row numbers and tokens. If another shard holds a token, the token's logit here is arbitrary.
     """
     width, dtype = columns.values.shape[1], at_least_float32(columns.values.dtype)
     rows, local = asked[0], (asked[1] - columns.start).clamp_(0, width - 1)
@@ -121,16 +135,17 @@ def _asked(columns: ShardedLogits, asked: Tensor, count: int, sampler: Sampler) 
 
 
 def scores(columns: ShardedLogits, tokens: Tensor, sampler: Sampler = TORCH) -> Scores:
-    """Those of `tokens` `[q]`, one after each own row, by the unfiltered, untempered model."""
+    """Return log-probabilities and ranks of `tokens` `[q]`, one after each own row, by unadjusted logits."""
     rows = torch.arange(tokens.shape[0], device=tokens.device)
     return Scores(logprobs(columns, rows, tokens, sampler), ranks(columns, tokens))
 
 
 def ranks(columns: ShardedLogits, tokens: Tensor) -> Tensor:
-    """How many tokens are at least as likely as that of `tokens` `[q]` after each own row, `[q]`."""
+    """Return `[q]`: after own row i, the number of tokens that are at least as likely as `tokens[i]`."""
     values, shards = columns.values, columns.shards
     if shards is None:
         return _at_least(values, values.gather(1, tokens[:, None]))[:, 0]
+    # Only the shard that holds a token has its logit; `highest` brings it to all, then each shard counts its columns.
     asked = shards.spread(tokens[:, None]) if shards.wide else tokens[:, None]
     local, last = asked - columns.start, values.shape[1] - 1
     here = values.gather(1, local.clamp(0, last)).double()
@@ -140,6 +155,6 @@ def ranks(columns: ShardedLogits, tokens: Tensor) -> Tensor:
 
 
 def _at_least(values: Tensor, least: Tensor) -> Tensor:
-    """How many of each row of `values` `[T, v]` are at least `least` `[T, 1]`, `[T, 1]`."""
+    """Return `[T, 1]`: how many entries of each row of `values` `[T, v]` are at least `least` `[T, 1]`."""
     cuts = blocks(values.shape[0], values.shape[1], values.device)
     return torch.cat([(values[cut] >= least[cut]).sum(1, keepdim=True) for cut in cuts])

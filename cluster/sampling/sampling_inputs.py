@@ -1,4 +1,4 @@
-"""How the rows of some requests draw their tokens: adjustments, temperature, filters, and which noise each row has."""
+"""Sampling inputs: how rows of logits become tokens (penalties and grammars, temperature, filters, noise)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,15 +11,16 @@ from cluster.sampling.logits_processor import LogitsProcessor
 from cluster.sampling.noise import Noise
 
 WORDS = 6
-"""64-bit numbers that say how a row draws: inverse temperature, noise scale, top_p, min_p, top_k, its noise's key."""
+"""64-bit numbers per row that ranks exchange: inverse temperature, noise scale, top_p, min_p, top_k, noise key."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingInputs:
-    """R requests with `each` rows of logits. `noise` is at m positions of each request; None when no request samples.
+    """Sampling inputs of R requests with `each` rows of logits per request.
 
-    Row i of a request has the noise at its position `which[:, i]`, `[R, each]`. `which` is None where all rows share
-    one position, or row i has the i-th. `adjust` is None when no request of the step has adjustments.
+    `noise` covers m positions of each request; it is None if no request of the step samples. Row i of request r has
+    the noise number `which[r, i]` (`which` is `[R, each]`). If `which` is None, row i has noise number i; if m is 1,
+    all rows have number 0. `adjust` applies penalties and grammars; it is None if no request of the step has any.
     """
 
     each: int
@@ -34,7 +35,7 @@ class SamplingInputs:
         return self.sampling.seeds.shape[0]
 
     def of(self, block: slice) -> "SamplingInputs":
-        """That of some requests, which often are all of them, whose logits are adjusted already."""
+        """Return the inputs of the requests in `block`, for logits that are adjusted already: `adjust` is not used."""
         if self.noise is None or block.stop - block.start == self.requests:
             return self
         which = None if self.which is None else self.which[block]
@@ -42,11 +43,11 @@ class SamplingInputs:
         return SamplingInputs(self.each, sampling, self.noise.narrow(block), which)
 
     def by_row(self, numbers: Tensor) -> Tensor:
-        """A number of each request `[R]`, for each of its rows, `[R * each]`."""
+        """Repeat a number of each request, `[R]`, for each of its rows, `[R * each]`."""
         return numbers[:, None].expand(self.requests, self.each).reshape(-1)
 
     def keys(self) -> Tensor:
-        """The key of each row's noise, `[R * each]`."""
+        """Return the noise key of each row, `[R * each]`."""
         assert self.noise is not None, "nobody samples"
         keys = self.noise.keys
         if self.which is not None:
@@ -56,34 +57,35 @@ class SamplingInputs:
 
 @dataclass(frozen=True, slots=True)
 class PhaseSampling:
-    """How requests draw in a phase of a step. `noise` is that at the positions which their next tokens may have."""
+    """Sampling inputs of requests for a whole step; `noise` covers all positions at which the step may need tokens."""
 
     sampling: SamplingBatch
     noise: Noise | None
     adjust: LogitsProcessor | None
 
     def narrow(self, start: int, stop: int) -> "PhaseSampling":
-        """That of requests `start` to `stop - 1`."""
+        """Return the inputs of requests `start` to `stop - 1`."""
         noise = None if self.noise is None else self.noise.narrow(slice(start, stop))
         adjust = None if self.adjust is None else self.adjust.narrow(slice(start, stop))
         return PhaseSampling(self.sampling.narrow(start, stop), noise, adjust)
 
     def at(self, position: int, each: int = 1, path: Tensor | None = None) -> SamplingInputs:
-        """How `each` rows of every request draw the tokens at one position, after `path` `[R, each, D]`, which only
-        adjustments need.
+        """Return the inputs of `each` rows per request that all sample the token at noise number `position`.
+
+        `path` `[R, each, D]` are the uncommitted tokens before that token; only penalties and grammars need them.
         """
         noise = None if self.noise is None else self.noise.at(position)
         return SamplingInputs(each, self.sampling, noise, None, self._after(path))
 
     def along(self, each: int, positions: int, which: Tensor | None, path: Tensor | None) -> SamplingInputs:
-        """How `each` rows of every request draw, at the first `positions`; `which` as in `SamplingInputs`, `path` as in
-        `at`.
+        """Return the inputs of `each` rows per request, at the first `positions` noise numbers; `which` as in
+        `SamplingInputs`, `path` as in `at`.
         """
         noise = None if self.noise is None else self.noise.at(0, positions)
         return SamplingInputs(each, self.sampling, noise, which, self._after(path))
 
     def next(self, which: Tensor) -> SamplingInputs:
-        """How every request draws its next token, at position `which` `[R]`."""
+        """Return the inputs of one row per request, whose token has noise number `which` `[R]`."""
         return SamplingInputs(
             1, self.sampling, None if self.noise is None else self.noise.pick(which), None, self.adjust
         )
@@ -93,7 +95,7 @@ class PhaseSampling:
 
 
 def words_of(draws: Sequence[SamplingInputs]) -> Tensor:
-    """How each of their T rows draws, as int64 `[T, WORDS]`; floats as the bits of float64."""
+    """Return the sampling inputs of the T rows of `draws` as int64 `[T, WORDS]`; floats are stored as float64 bits."""
     parts = []
     for draw in draws:
         s = draw.sampling
@@ -104,19 +106,19 @@ def words_of(draws: Sequence[SamplingInputs]) -> Tensor:
 
 
 def checksum(draws: Sequence[SamplingInputs], real: Sequence[Tensor]) -> Tensor:
-    """One number, `[1]`, that tells whether rows are drawn elsewhere as they are here. `real` `[R]` says of each draw's
-    requests which are not idle: what idle ones draw is nobody's, and cells that they share may differ.
+    """Return a checksum `[1]` of the sampling inputs, which ranks compare. `real` has one mask `[R]` per entry of
+    `draws`: False for idle requests, because they share table cells whose content may differ between ranks.
     """
     rows = torch.cat([draw.by_row(some) for draw, some in zip(draws, real, strict=True)])
     words = words_of(draws).mul_(rows[:, None]).view(-1)
+    # Sum of word i times (2 i + 1), modulo 2^64: odd weights, so that every bit counts, and the order counts.
     weights = torch.arange(words.shape[0], device=words.device).mul_(2).add_(1)
     return words.mul_(weights).sum(0, keepdim=True)
 
 
 def draw_of(words: Tensor, like: SamplingInputs) -> SamplingInputs:
-    """The rows that `words_of` describes, each as a request of its own; dtypes, tokens and filtering are as of `like`.
-
-    Seeds are left out: they are in the keys.
+    """Inverse of `words_of`: return the rows as requests with one row each; dtypes, token hashes and flags are those of
+    `like`. Seeds are zero, as the keys already contain them.
     """
     assert like.noise is not None, "nobody samples"
     sampling, noise = like.sampling, like.noise

@@ -1,8 +1,12 @@
-"""Choosing where a head is sharded: what its shards tell each other, and what follows from what all of them said.
+"""Choosing tokens where the head is sharded over ranks: a few numbers per row travel instead of logits.
 
-Each shard scores its own columns. What travels of a row are a few numbers: how it draws, if its group is another one
-(`spread`); the digits of its threshold, if it is filtered (`highest`, `add`); the best that each shard found
-(`compare`). All shards see the same numbers and treat them alike, so all decide alike.
+Each shard scores its own columns. For each row, shards exchange:
+
+- the sampling inputs, if rows of other groups are scored too (`spread`);
+- histograms for the filters' threshold, if there are filters (`highest`, `add`);
+- the best columns that each shard found (`compare`).
+
+All shards get the same numbers and compute the same from them, so all make the same choice.
 
 Legend: n shards, v columns of each, T own rows, T' rows scored, k candidates of a shard.
 """
@@ -23,26 +27,29 @@ from cluster.sampling.row_blocks import blocks
 from cluster.sampling.sampling_inputs import WORDS, SamplingInputs, draw_of, words_of
 
 DIGIT = 8  # bits of one histogram: 256 numbers of a row travel at once, in 4 rounds for 32 bits
-CHOSEN = 2  # numbers of a shard's best: its score and its column
-ASKED = 2  # numbers that say which log-probability is asked for: a row and a token
+CHOSEN = 2  # numbers per row that describe a shard's best: score and column
+ASKED = 2  # numbers that name the log-probability to compute: row and token
 
 
 def proposed(count: int, columns: int) -> int:
-    """How many numbers of a row a shard tells of its `count` best of so many columns, and the log of their sum."""
+    """Return how many numbers per row a shard sends: scores and columns of its `count` best, and the log-sum-exp."""
     return 2 * min(count, columns) + 1
 
 
 class ShardedHead(NamedTuple):
-    """What determines the calls that follow a head: `columns` of each shard, whose logits are worked on with `bits`."""
+    """Lists the collectives that follow a head, so that a plan can announce them.
+
+    `columns` is v; `bits` is the width of the dtype in which thresholds are searched; `wide` as in `Shards`.
+    """
 
     columns: int
     bits: int
     wide: bool
 
     def choosing(self, mode: SamplingMode, told: int) -> list[tuple[str, int]]:
-        """The calls of `Shards` in which tokens are chosen, and their widths; a shard tells `told` numbers of a row.
+        """Return the calls of `Shards` that choose tokens, as (name, numbers per row); a shard sends `told`.
 
-        Where logits are adjusted all of them are told: what adjusts a row is known to its own group alone.
+        If logits are adjusted, all logits are sent, because only a row's own group has the row's penalties and grammar.
         """
         if mode.adjusts:
             return [("compare", self.columns)]
@@ -55,42 +62,42 @@ class ShardedHead(NamedTuple):
         return [*calls, ("compare", told)]
 
     def asking(self, top: int) -> list[tuple[str, int]]:
-        """The calls that give log-probabilities: of a token, and of the `top` likeliest."""
+        """Return the calls that give the log-probabilities of one token per row and of the `top` likeliest tokens."""
         asked = [("spread", ASKED)] if self.wide else []
         return [*asked, ("compare", proposed(top, self.columns) + 1)]
 
     def ranking(self) -> list[tuple[str, int]]:
-        """The calls that count how many tokens are at least as likely as one."""
+        """Return the calls that count the tokens that are at least as likely as a given token."""
         return [*([("spread", 1)] if self.wide else []), ("highest", 1), ("add", 1)]
 
 
 class ShardedRows:
-    """`Rows` of which a rank holds a shard's columns. Tempered logits are made anew in each round, block by block."""
+    """`LogitRows` of which this rank holds one shard. Tempered logits are recomputed in each round, block by block."""
 
     def __init__(self, columns: ShardedLogits, shards: Shards, inverse: Tensor) -> None:
         """`inverse` `[T', 1]` are the inverse temperatures."""
         self.vocab, self._values, self._shards, self._inverse = columns.vocab, columns.values, shards, inverse
         count, each = self._values.shape
         self._blocks = blocks(count, AT_ONCE * each, self._values.device)
-        self._columns = shards.size * each  # those beyond the vocabulary are the least of all
+        self._columns = shards.size * each  # columns beyond the vocabulary are -inf, so they come last
 
     def highest(self) -> Tensor:
-        """See `Rows.highest`."""
+        """Return the highest logit over all shards; see `LogitRows.highest`."""
         own = torch.cat([self._tempered(block).amax(1, keepdim=True) for block in self._blocks])
         return self._shards.highest(own.double()).to(self._inverse.dtype)
 
     def kth(self, rank: Tensor) -> Tensor:
-        """See `Rows.kth`."""
+        """Search by count: `columns - rank` logits may be below the result; see `LogitRows.kth`."""
         return self._found(self._columns - rank, lambda _: None)
 
     def weigh(self, top: Tensor, kth: Tensor) -> Tensor:
-        """See `Rows.weigh`."""
+        """Return the mass over all shards; see `LogitRows.weigh`."""
         self._top, self._least = top, kth
         self._total = self._shards.add(torch.cat([self._mass(block).sum(1, keepdim=True) for block in self._blocks]))
         return self._total
 
     def reaching(self, needed: Tensor) -> Tensor:
-        """See `Rows.reaching`."""
+        """Search by mass: the mass `total - needed` may be below the result; see `LogitRows.reaching`."""
         return self._found(self._total - needed, self._mass)
 
     def _mass(self, block: slice) -> Tensor:
@@ -100,7 +107,11 @@ class ShardedRows:
         return self._values[block].to(self._inverse.dtype) * self._inverse[block]
 
     def _found(self, spare: Tensor, weights: Callable[[slice], Tensor | None]) -> Tensor:
-        """The logit of each row below which as much weight lies as fits into `spare`."""
+        """Return the largest logit of each row so that the weight of all logits below it is at most `spare`.
+
+        Each round sums one histogram over blocks and shards. `weights` returns the weights of a block, or None if each
+        logit weighs 1.
+        """
 
         def part(block: slice, place: Digit) -> Tensor:
             bins = torch.empty(block.stop - block.start, 1 << DIGIT, dtype=torch.int64, device=spare.device)
@@ -115,8 +126,10 @@ class ShardedRows:
 
 
 def told(columns: ShardedLogits, draws: Sequence[SamplingInputs]) -> tuple[Sequence[SamplingInputs], Tensor | None]:
-    """How the rows that this rank scores draw, and the least tempered logit that each keeps, `[T', 1]`; None where a
-    rank can tell that alone. `draws` are those of own rows, in order.
+    """Return (sampling inputs of the T' rows scored here, thresholds `[T', 1]` of their filters).
+
+    Thresholds are None if no row has filters, or if this rank can compute them alone. `draws` are the sampling inputs
+    of own rows, in order.
     """
     shards = columns.shards
     if shards is None or draws[0].noise is None:
@@ -134,9 +147,9 @@ def told(columns: ShardedLogits, draws: Sequence[SamplingInputs]) -> tuple[Seque
 
 
 def best_of_all(columns: ShardedLogits, shards: Shards, chosen: Tensor, score: Tensor) -> tuple[Tensor, Tensor]:
-    """Own rows' column of the highest score, and that score, `[T]` each, from those that each shard found, `[T']`.
+    """Return the best column of own rows and its score, `[T]` each. `chosen` and `score` `[T']` are this shard's best.
 
-    As within a shard the lowest column wins a tie, and NaN is the highest.
+    As within a shard, the lowest column wins a tie, and NaN counts as highest.
     """
     every = shards.compare(torch.stack([score.double(), (chosen + columns.start).double()], 1))
     highest, shard = every[..., 0].max(0)
@@ -144,17 +157,19 @@ def best_of_all(columns: ShardedLogits, shards: Shards, chosen: Tensor, score: T
 
 
 def whole(columns: ShardedLogits) -> ShardedLogits:
-    """All columns of own rows, in float32 at least where a rank has a shard of them."""
+    """Return all columns of own rows. If the rank has all, they are `columns`; else they are gathered, in float32 at
+    least.
+    """
     if columns.shards is None:
         return columns
-    every = columns.shards.compare(columns.values.double())  # and back, which is exact: what travels is in float64
+    every = columns.shards.compare(columns.values.double())  # `compare` takes float64; the way there and back is exact
     joined = every.transpose(0, 1).flatten(1)[:, : columns.vocab]
     return ShardedLogits(joined.to(at_least_float32(columns.values.dtype)), columns.vocab)
 
 
 class ShardBest(NamedTuple):
-    """The best scores of a shard's rows and their columns, `[T', k]`, the log of the sum over all columns, `[T', 1]`,
-    and, where asked for, one number more of each row.
+    """The best scores of a shard and their columns, `[T', k]` each, the log-sum-exp over its columns, `[T', 1]`, and
+    optionally one more number per row, `[T', 1]`.
     """
 
     values: Tensor
@@ -164,7 +179,9 @@ class ShardBest(NamedTuple):
 
 
 class MergedBest(NamedTuple):
-    """The same over all shards, of own rows, in float64; `others` are what each shard said besides, `[n, T, 1]`."""
+    """The best scores of own rows over all shards, in float64, with fields as in `ShardBest`; `others` `[n, T, 1]` are
+    each shard's `other`.
+    """
 
     values: Tensor
     columns: Tensor
@@ -173,8 +190,10 @@ class MergedBest(NamedTuple):
 
 
 def top_of_all(columns: ShardedLogits, shards: Shards, found: ShardBest, count: int) -> MergedBest:
-    """The `count` best of all shards, from what each of them found. The lowest column wins a tie."""
-    at, order = found.columns.sort(1)  # as the shards are in order, so are the columns of all
+    """Return the `count` best of all shards; `found` is this shard's best. The lowest column wins a tie."""
+    # Sort this shard's candidates by column. Shards follow in order of rank, so all candidates are in order of columns,
+    # and the stable sort below keeps that order among ties.
+    at, order = found.columns.sort(1)
     numbers = [found.values.gather(1, order), at + columns.start, found.total]
     numbers += [] if found.other is None else [found.other]
     every = shards.compare(torch.cat([each.double() for each in numbers], 1))

@@ -1,4 +1,4 @@
-"""Logits with what a grammar does not have barred: by torch's operators, and in C for a CPU.
+"""Applying token bitmasks of grammars to logits: by torch operators, and in C for CPUs.
 
 Legend: T rows, V token ids, v columns.
 """
@@ -16,24 +16,21 @@ from cluster.sampling.noise import at_least_float32
 from cluster.sampling.penalties import BANNED
 
 BARRED = 1000 * BANNED
-"""Added to the logit of a token that the grammar does not have. Below all that is banned, so that a grammar prevails: a
-token can be banned several times, and a repetition penalty of at most 100 multiplies that.
+"""Added to the logit of a token that the grammar does not allow. It is lower than the logit of any banned token, so
+that the grammar prevails over bans: several bans of a token add up, and a repetition penalty multiplies them by up to
+100.
 """
-WORD = 32  # tokens in a word of a mask
+WORD = 32  # tokens per word of a mask
 
 Bars = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""What `barred` does, or equals it."""
-
-
-def bitmask_of(library: Library | None) -> Bars:
-    """How tokens are barred beside kernels of a `library`, or beside torch's."""
-    return barred if library is None else CTokenBitmask(library)
+"""A function that returns what `barred` returns for the same arguments."""
 
 
 def barred(logits: Tensor, masks: Tensor, ids: Tensor | None) -> Tensor:
-    """Logits `[T, v]` and masks `[T, words]`, int32 with a bit for each token -> the logits, in float32 at least, with
-    `BARRED` added to tokens that a mask does not have. An empty mask makes its row NaN: nothing may come. Where the
-    columns are not all tokens in their order, `ids` `[v]` are theirs.
+    """Return logits `[T, v]`, in float32 at least, with `BARRED` added where `masks` has a 0. Reference implementation.
+
+    `masks` `[T, words]` int32 has one bit per token id. A mask of zeros allows nothing and makes its row NaN. `ids`
+    `[v]` are the token ids of the columns. If `ids` is None, column i is token id i.
     """
     wide, octets = logits.to(at_least_float32(logits.dtype)), masks.view(torch.uint8)
     bars = (
@@ -46,21 +43,25 @@ def barred(logits: Tensor, masks: Tensor, ids: Tensor | None) -> Tensor:
     return wide + bars.masked_fill(empty, float("nan"))
 
 
-@cache  # for good: a captured graph reads what it gave
+@cache  # never freed: captured CUDA graphs read this tensor
 def _table(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Of each byte of a mask, what it adds to the logits of its eight tokens, `[256, 8]`."""
+    """Return `[256, 8]`: for each value of a mask's byte, what is added to the logits of its eight tokens."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     return torch.from_numpy(bits == 0).to(device, dtype) * BARRED
 
 
 class CTokenBitmask:
-    """Must equal `barred`, to the bit."""
+    """`Bars` in C; results must equal those of `barred` to the bit."""
 
     def __init__(self, library: Library) -> None:
         self._library = library
 
     def __call__(self, logits: Tensor, masks: Tensor, ids: Tensor | None) -> Tensor:
-        """See `barred`."""
+        """Apply the masks in one pass; arguments and result as in `barred`.
+
+        Raises:
+            ValueError: the masks do not fit the logits.
+        """
         (count, size), words = logits.shape, masks.shape[1]
         if masks.shape[0] != count or (ids is None and words * WORD < size):
             raise ValueError(f"masks {list(masks.shape)} do not fit logits {list(logits.shape)}")

@@ -1,7 +1,7 @@
-"""The best tokens of rows of logits that a rank holds: what a chooser does, and the one in plain torch.
+"""The `Sampler` protocol (find the best tokens of rows of logits that a rank holds), and its torch implementation.
 
-Rows are taken in blocks of a bounded number of logits: besides the logits themselves, nothing has the size of all rows
-times the vocabulary. Legend: R requests, n rows of each, T rows, V token ids, v columns on this rank.
+Rows are processed in blocks of a bounded number of logits, so that no temporary has the size of all rows times the
+vocabulary. Legend: R requests, n rows of each, T rows, V token ids, v columns on this rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,21 +19,21 @@ from cluster.sampling.sampling_inputs import SamplingInputs
 from cluster.sampling.token_bitmask import barred
 
 FAR = 64.0
-"""How far a token that a filter rules out falls: below all that stay, whose noise differs by 26 at most, and below any
-probability that matters to a draft. Among those ruled out the order by score remains."""
+"""Subtracted from the scores of tokens that a filter removes. Noise values differ by 26 at most, so these tokens end
+below all kept ones, and their probability is too small to matter to a draft. Their order among themselves remains."""
 
 
 class Sampler(Protocol):
-    """Takes the best of rows of logits `values` `[T, v]`, by scores in float32 at least.
+    """Finds the best columns of rows of logits `values` `[T, v]`, by scores in float32 at least.
 
-    The rows draw as `draws` say, of T rows together, in order, or are ranked as they are where there are no draws.
-    `least` `[T, 1]` are the least tempered logits that stay, where others have to tell. `masks` `[T, words]`, int32
-    with a bit for each column, say what grammars allow: the same follows as from logits that are `barred` by them.
-    Where there are masks, no request has filters.
+    `draws` are the sampling inputs of the T rows, in order; if `draws` is empty, the scores are the logits. `least`
+    `[T, 1]` are the lowest tempered logits that filters keep; it is given only if this rank cannot compute them alone.
+    `masks` are token bitmasks of grammars, int32 `[T, words]` with a bit for each column: the result is the same as for
+    logits to which `barred` applied the masks. Masks are given only if no request has filters.
     """
 
     def noise(self, seeds: Tensor, first: Tensor, count: int, hashes: Tensor, dtype: torch.dtype) -> Noise:
-        """That of requests with `seeds` `[B]` at `count` positions from `first` `[B]` on, for the tokens
+        """Return the noise of requests with `seeds` `[B]` at `count` positions from `first` `[B]` on, for the tokens
         with `hashes` `[v]`.
         """
         ...
@@ -41,10 +41,10 @@ class Sampler(Protocol):
     def best(
         self, values: Tensor, draws: Sequence[SamplingInputs], least: Tensor | None, masks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The column of the highest score, and that score, `[T]` each.
+        """Return the column of the highest score, and that score, `[T]` each.
 
-        NaN and +inf are the highest, so the score is not finite if any logit was one of them: one number stands for
-        all. The lowest column wins a tie.
+        NaN and +inf count as highest, so the returned score tells whether any logit of the row was NaN or +inf. The
+        lowest column wins a tie.
         """
         ...
 
@@ -56,33 +56,36 @@ class Sampler(Protocol):
         count: int,
         masks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The log-probabilities that the scores give the `count` best, and their columns, `[T, count]` each. A row that
-        is not finite has NaN, and the first columns.
+        """Return the log-softmax of the scores for the `count` best columns, and these columns, `[T, count]` each.
+
+        For a row whose log-softmax is NaN, the columns are 0 to `count - 1`.
         """
         ...
 
     def found(
         self, values: Tensor, draws: Sequence[SamplingInputs], least: Tensor | None, count: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The `count` best scores and their columns, `[T, count]` each, and the log of the sum over all columns,
-        `[T, 1]`: of a shard's columns, which say nothing of log-probabilities. Without draws the lower column comes
-        first in a tie, and the bits of a row do not depend on how many there are.
+        """Return the `count` best scores and their columns, `[T, count]` each, and the log-sum-exp over the v columns,
+        `[T, 1]`. The shards of a vocabulary merge these into log-probabilities.
+
+        If `draws` is empty, the lower column comes first in a tie, and the bits of a row do not depend on the number of
+        rows.
         """
         ...
 
 
 class TorchSampler:
-    """`Sampler` in torch's operators: the twin of the others."""
+    """`Sampler` by torch operators: the reference implementation."""
 
     def noise(self, seeds: Tensor, first: Tensor, count: int, hashes: Tensor, dtype: torch.dtype) -> Noise:
-        """See `Sampler.noise`; kept where there is little of it."""
+        """Return the noise, with its values if there are few; see `Noise.of`."""
         keys = keys_along(seeds, first, count)
         return Noise.of(keys, hashes, dtype)
 
     def best(
         self, values: Tensor, draws: Sequence[SamplingInputs], least: Tensor | None, masks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See `Sampler.best`."""
+        """Take the maximum of the scores, block by block; see `Sampler.best`."""
         values = values if masks is None else barred(values, masks, None)
         score, chosen = by_block(values, draws, least, lambda ranked: tuple(ranked.max(-1)))
         return chosen, score.to(at_least_float32(score.dtype))
@@ -95,7 +98,7 @@ class TorchSampler:
         count: int,
         masks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """See `Sampler.likeliest`."""
+        """Take the log-softmax of the scores and its top `count`, block by block; see `Sampler.likeliest`."""
         values = values if masks is None else barred(values, masks, None)
         wide = at_least_float32(values.dtype)
         likely, chosen = by_block(
@@ -106,7 +109,7 @@ class TorchSampler:
     def found(
         self, values: Tensor, draws: Sequence[SamplingInputs], least: Tensor | None, count: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Sampler.found`."""
+        """Take the top `count` and the log-sum-exp of the scores, block by block; see `Sampler.found`."""
         wide, taken = at_least_float32(values.dtype), best_and_total if draws else best_in_order
         top, columns, total = by_block(values, draws, least, lambda ranked: taken(ranked.to(wide), count))
         return top, columns, total
@@ -118,12 +121,13 @@ TORCH = TorchSampler()
 def scored(
     logits: Tensor, sampling: SamplingBatch, noise: Noise, which: Tensor | None = None, least: Tensor | None = None
 ) -> Tensor:
-    """What the chosen token maximises, `[R, n, v]` like `logits`: filtered, tempered logits plus noise.
+    """Return the scores `[R, n, v]`, which the chosen token maximises: filtered, tempered logits plus noise.
 
-    Row i of a request has the noise at its position `which[:, i]`. `which` is None where all rows share one position,
-    or row i has the i-th. `least` `[R, n, 1]` are what filters keep of each row, where this is not the whole row.
+    `which` is as in `SamplingInputs`. `least` `[R, n, 1]` are the filters' thresholds. If `least` is None, they are
+    computed here, which needs all columns of a row.
     """
     made = noise.values(which)
+    # score = logit / temperature - FAR [if filtered out] + noise_scale * noise; greedy rows have scale 0.
     tempered = logits.to(made.dtype) * sampling.inverse_temperature[:, None, None]
     if sampling.filtered:
         tempered.add_(tempered < (least_kept(tempered, sampling) if least is None else least), alpha=-FAR)
@@ -131,12 +135,13 @@ def scored(
 
 
 Taken = Callable[[Tensor], tuple[Tensor, ...]]
-"""What is taken of the scores of some rows, `[.., v]`."""
+"""A reduction over the last dimension of the scores `[.., v]` of some rows."""
 
 
 def by_block(values: Tensor, draws: Sequence[SamplingInputs], least: Tensor | None, taken: Taken) -> tuple[Tensor, ...]:
-    """What is `taken` of the scores of all rows of logits `[T, v]`, which draw as `draws` say. Scores live no longer
-    than their block. Where nobody samples they are the logits.
+    """Return the reduction `taken` over the scores of all rows of logits `[T, v]`, computed block by block.
+
+    `draws` are the sampling inputs of the rows; if no request samples, the scores are the logits.
     """
     width, device = values.shape[1], values.device
     if not draws or draws[0].noise is None:
@@ -156,33 +161,36 @@ def by_block(values: Tensor, draws: Sequence[SamplingInputs], least: Tensor | No
 
 
 def best_and_total(wide: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The `count` best of rows `[.., v]` and their columns, or all if there are fewer, and the log of the sum."""
+    """Return the `count` best of rows `[.., v]` (all, if v is less), their columns, and the log-sum-exp of each row."""
     top = wide.topk(min(count, wide.shape[1]), -1)
     return top.values, top.indices, wide.logsumexp(-1, keepdim=True)
 
 
 def best_in_order(wide: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of rows `[T, v]`, the lower column first in a tie, and of each row the same bits whatever T is."""
+    """As `best_and_total` for rows `[T, v]`, but ties are in order of columns, and a row's bits do not depend on T."""
     size, device = wide.shape[1], wide.device
-    twice = wide if wide.shape[0] > 1 else torch.cat([wide, wide])  # torch adds up a single row in parts, by thread
+    twice = wide if wide.shape[0] > 1 else torch.cat([wide, wide])  # torch sums a single row in another order
     top, columns, total = best_and_total(twice, count)
     top, columns, total = (each[: wide.shape[0]] for each in (top, columns, total))
+    # If several columns have the value of the last one in `top`, it is undefined which of them `topk` took. Take the
+    # lowest of them instead: the greatest `size - column`. The first of them comes after all columns of greater value.
     at_cut, every = top == top[:, -1:], torch.arange(size, device=device)
-    lowest = torch.where(wide == top[:, -1:], size - every, 0).topk(top.shape[1], -1).values  # of those that tie there
+    lowest = torch.where(wide == top[:, -1:], size - every, 0).topk(top.shape[1], -1).values
     place = (every[: top.shape[1]] - at_cut.logical_not().sum(1, keepdim=True)).clamp_(min=0)
     columns = torch.where(at_cut, size - lowest.gather(1, place), columns)
+    # Sort by column, then stably by value: ties stay in order of columns.
     columns, by_column = columns.sort(1)
     top, by_value = top.gather(1, by_column).sort(dim=1, descending=True, stable=True)
     return top, columns.gather(1, by_value), total
 
 
 def joined(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """The blocks of each, put together."""
+    """Concatenate the blocks of each result."""
     return parts[0] if len(parts) == 1 else tuple(torch.cat(each) for each in zip(*parts, strict=True))
 
 
 def first_of_nan(likely: Tensor, columns: Tensor) -> Tensor:
-    """The first columns where all are NaN, between which a sort makes differences of its own."""
+    """Return `columns`, but 0, 1, 2, .. where `likely` is NaN, because the columns of NaN are undefined."""
     return torch.where(likely == likely, columns, _first(likely.shape[-1], likely.device))
 
 
@@ -192,7 +200,7 @@ def _first(count: int, device: torch.device) -> Tensor:
 
 
 def least_of(values: Tensor, draw: SamplingInputs) -> Tensor | None:
-    """What filters keep of rows of logits `values` `[R n, v]`, `[R n, 1]`; None where no request has filters."""
+    """Return the filters' thresholds `[R n, 1]` for logits `values` `[R n, v]`; None if no request has filters."""
     if not draw.sampling.filtered:
         return None
     parts, width = [], values.shape[1]

@@ -1,6 +1,6 @@
-"""The chooser by programs of Triton, for a GPU: scores are made in registers, noise included, and never written.
+"""The sampler by Triton kernels, for GPUs: scores, noise included, are computed in registers and never written.
 
-It must equal `TorchChooser` but for the last digits of noise.
+Results must equal those of `TorchSampler`, except for the last digits of noise.
 """
 
 from collections.abc import Sequence
@@ -17,15 +17,15 @@ from cluster.sampling.sampling_inputs import SamplingInputs
 from cluster.sampling.token_bitmask import barred
 from cluster.sampling.torch_sampler import FAR, first_of_nan
 
-COLUMNS = 4096  # of a row, for one program
-AT_ONCE = 2048  # of a row, for one step of a program that looks for its threshold
+COLUMNS = 4096  # columns of a row per program
+AT_ONCE = 2048  # columns of a row per iteration of the program that computes thresholds
 
 
 class TritonSampler:
-    """`Chooser` by Triton."""
+    """`Sampler` by Triton kernels."""
 
     def noise(self, seeds: Tensor, first: Tensor, count: int, hashes: Tensor, dtype: torch.dtype) -> Noise:
-        """See `Chooser.noise`; none of it is made beforehand."""
+        """Compute the keys only; see `Sampler.noise`."""
         requests, first = first.shape[0], first.contiguous()
         keys = first.new_empty(requests, count)
         launch(gpu.keys_along, (requests,), seeds, first, keys, seeds.stride(0), count, BLOCK=whole(count))
@@ -34,7 +34,7 @@ class TritonSampler:
     def best(
         self, values: Tensor, draws: Sequence[SamplingInputs], least: Tensor | None, masks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See `Chooser.best`."""
+        """Return the best column and its score; see `Sampler.best`."""
         values = values if masks is None else barred(values, masks, None)
         scores, columns, _ = self._found(values, draws, least, 1, summed=False)
         return columns[:, 0], scores[:, 0]
@@ -47,7 +47,7 @@ class TritonSampler:
         count: int,
         masks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """See `Chooser.likeliest`."""
+        """Return log-probabilities and columns of the best; see `Sampler.likeliest`."""
         values = values if masks is None else barred(values, masks, None)
         scores, columns, total = self._found(values, draws, least, count, summed=True)
         likely = scores - total.masked_fill(total.isinf(), float("nan"))
@@ -56,13 +56,13 @@ class TritonSampler:
     def found(
         self, values: Tensor, draws: Sequence[SamplingInputs], least: Tensor | None, count: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Chooser.found`."""
+        """Return the best of a shard and its log-sum-exp; see `Sampler.found`."""
         return self._found(values, draws, least, min(count, values.shape[1]), summed=True)
 
     def _found(
         self, values: Tensor, draws: Sequence[SamplingInputs], least: Tensor | None, count: int, summed: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Scores and columns `[T, count]`, and the log of the sum `[T, 1]`, which is made if it is `summed`."""
+        """Return scores and columns `[T, count]`, and the log-sum-exp `[T, 1]`, which is computed only if `summed`."""
         rows, size = values.shape
         if not 1 <= count <= size:
             raise ValueError(f"{count} of {size} columns")
@@ -72,6 +72,7 @@ class TritonSampler:
         if noisy:
             drawn = _drawn(values, draws, least)
             filtered = drawn[-1] is not None
+        # Two kernels: the best `count` of each part of a row, then the best of all parts.
         block = min(COLUMNS, whole(size))
         parts = -(-size // block)
         part_scores = values.new_empty(rows, parts, count, dtype=wide)
@@ -96,10 +97,10 @@ class TritonSampler:
 
 
 def _drawn(values: Tensor, draws: Sequence[SamplingInputs], least: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Of each row: inverse temperature, noise scale, key; the tokens' hashes; and what filters keep of it.
+    """Return (inverse temperature, noise scale, noise key) of each row, the token hashes, and the filters' thresholds.
 
     Raises:
-        ValueError: noise for other tokens, or draws of other rows, than there are, which a program would not notice.
+        ValueError: noise or `draws` do not fit the columns or rows of `values`. The kernels do not check this.
     """
     noise, start = draws[0].noise, 0
     assert noise is not None, "all requests share a mode"
@@ -121,7 +122,9 @@ def _drawn(values: Tensor, draws: Sequence[SamplingInputs], least: Tensor | None
 
 
 def least_kept(values: Tensor, draw: SamplingInputs) -> Tensor:
-    """What filters keep of rows of logits `values` `[R n, v]`, `[R n, 1]`: the decisions of `filters.least_kept`."""
+    """Return the filters' thresholds `[R n, 1]` for logits `values` `[R n, v]`. They keep the same tokens as those of
+    `filters.least_kept`.
+    """
     sampling, wide, (rows, size) = draw.sampling, at_least_float32(values.dtype), values.shape
     least = values.new_empty(rows, 1, dtype=wide)
     given = (sampling.inverse_temperature, sampling.top_k, sampling.top_p, sampling.min_p.log())

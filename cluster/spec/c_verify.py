@@ -1,4 +1,4 @@
-"""The accepted path in C, for a CPU: one call in place of twenty operators on a few numbers each."""
+"""`accept` in C, for CPUs: one call instead of about twenty torch operators on a few numbers each."""
 
 from ctypes import Structure, byref, c_int64, c_void_p
 
@@ -16,19 +16,19 @@ NUMBERS = ("trees", "nodes", "wide", "tokens_stride", "parents_stride", "depths_
 
 
 class AcceptArguments(Structure):
-    """`struct aerie_accept`."""
+    """Arguments of the C function, laid out as `struct aerie_accept`."""
 
     _fields_ = (*((name, c_void_p) for name in POINTERS), *((name, c_int64) for name in NUMBERS))
 
 
 class CAccept:
-    """Must equal `accept`."""
+    """`Accept` by a compiled `library`; results must equal those of `verify.accept`."""
 
     def __init__(self, library: Library) -> None:
-        self._run = library.functions["accept", torch.float32]  # whole numbers alone: any will do
+        self._run = library.functions["accept", torch.float32]  # it handles integers only: the dtype does not matter
 
     def __call__(self, tree: DraftTree, chosen: Tensor, first: Tensor, num_steps: int) -> Accepted:
-        """See `accept`."""
+        """Return the accepted paths; arguments and result as in `verify.accept`."""
         (trees, nodes), wide = chosen.shape, num_steps + 1
         chosen = chosen.contiguous()
         rows = [each if each.stride(1) == 1 else each.contiguous() for each in (tree.tokens, tree.parents, tree.depths)]
@@ -36,6 +36,7 @@ class CAccept:
         lens, bonus = chosen.new_empty(trees), chosen.new_empty(trees)
         given = AcceptArguments(trees=trees, nodes=nodes, wide=wide)
         given.tokens_stride, given.parents_stride, given.depths_stride = (each.stride(0) for each in rows)
+        # In the order of POINTERS; the last one is scratch memory, one byte per node.
         told = (*rows, chosen, path, taken, lens, bonus, chosen.new_empty(nodes, dtype=torch.int8))
         for name, tensor in zip(POINTERS, told, strict=True):
             setattr(given, name, tensor.data_ptr())

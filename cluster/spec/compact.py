@@ -1,4 +1,7 @@
-"""Compact: the accepted path's KV rows move to the front of the window (upstream: SGLang #26997)."""
+"""Compact: move the KV rows of the accepted path to the front of the window (upstream: SGLang #26997).
+
+The target's forward writes the KV of node i to window slot i. After compact, slot j holds the token at seq_len + j.
+"""
 
 import torch
 from torch import Tensor
@@ -7,12 +10,13 @@ from cluster.kv.pool import KVPool
 
 
 def compact(pool: KVPool, window: Tensor, path: Tensor) -> None:
-    """Move the KV of node `path[r, j]` from `window[r, path[r, j]]` to `window[r, j]` in every layer.
+    """Copy the KV of node `path[r, j]` from slot `window[r, path[r, j]]` to slot `window[r, j]`, in every layer.
 
-    `window` `[R, W]` are pool slots, `path` `[R, S + 1]` node numbers from the root, 0 beyond the accepted path. Fixed
-    size, so no host sync: what lies beyond the path stays in place.
+    `window` `[R, W]` are pool slots; `path` `[R, S + 1]` are node numbers from the root on, 0 beyond the accepted path.
     """
     width = path.shape[1]
     own = torch.arange(width, device=path.device)
+    # Beyond the path, source = destination. So S + 1 rows are always copied, and the host need not know accept_len.
+    # Sources and destinations overlap; `move_kv_cache` reads all sources before it writes.
     source = window.gather(1, torch.where(path > 0, path, own))
     pool.move_kv_cache(window[:, :width], source)

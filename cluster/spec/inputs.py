@@ -1,6 +1,6 @@
-"""The carriers of speculation and the one source of their widths (upstream: SGLang #25013).
+"""The tensors that speculation carries between phases, and the only source of their widths (upstream: SGLang #25013).
 
-Legend: B requests, K topk, H the draft's recurrent width, A what the draft takes from the target at extend.
+Legend: B requests, K topk, H the draft's recurrent width, A the width of the target's hidden that extend reads.
 """
 
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ from cluster.sampling.noise import at_least_float32
 
 @dataclass(slots=True)
 class EagleDraftInput:
-    """What a request carries from one step's extend to the next step's draft.
+    """What B requests carry from the extend phase of one step to the draft phase of the next ("carriers").
 
-    `topk_logprobs` `[B, K]` are those of the proposals for the position after the bonus, `topk_index` `[B, K]` their
-    target token ids, `hidden` `[B, H]` the draft's recurrent hidden, `bonus` `[B]` the last token chosen by the target.
+    `topk_index` `[B, K]` are the proposals for the position after the bonus, as target token ids; `topk_logprobs`
+    `[B, K]` their log-probabilities; `hidden` `[B, H]` the draft's recurrent hidden; `bonus` `[B]` the bonus token.
     """
 
     topk_logprobs: Tensor
@@ -29,21 +29,22 @@ class EagleDraftInput:
 
     @staticmethod
     def hidden_size_for(draft: DraftSpec | None) -> int:
-        """H, the draft's own recurrent width; 0 without a draft."""
+        """Return H, the draft's own recurrent width; 0 without a draft."""
         return 0 if draft is None else draft.hidden
 
     @staticmethod
     def dtype_for(compute: torch.dtype) -> torch.dtype:
-        """The recurrent hidden is kept in the draft's compute dtype."""
+        """Return the dtype of the recurrent hidden: the draft's compute dtype."""
         return compute
 
     @classmethod
     def create_idle_input(
         cls, draft: DraftSpec | None, topk: int, compute: torch.dtype, device: torch.device, requests: int = 0
     ) -> Self:
-        """Zeroed carriers of `requests` requests with the real trailing widths; 0 requests is an idle rank.
+        """Return initial carriers of `requests` requests (0 for an idle rank), with the same widths as real ones.
 
-        Proposals differ, as real ones do: whatever the target chooses, it accepts one of them at most.
+        They are zeros, except that the K proposals of a request are different tokens, as real proposals are. So the
+        target accepts at most one of them.
         """
         dtype = cls.dtype_for(compute)
         return cls(
@@ -54,12 +55,12 @@ class EagleDraftInput:
         )
 
     def take(self, rows: Tensor) -> "EagleDraftInput":
-        """The carriers of `rows` `[B]`."""
+        """Return the carriers of table rows `rows` `[B]`."""
         columns = (self.topk_logprobs, self.topk_index, self.hidden, self.bonus)
         return EagleDraftInput(*(column.index_select(0, rows) for column in columns))
 
     def put(self, rows: Tensor, other: "EagleDraftInput") -> None:
-        """Overwrite the carriers of `rows` `[B]` with `other`'s."""
+        """Overwrite the carriers of table rows `rows` `[B]` with those of `other`."""
         self.topk_logprobs.index_copy_(0, rows, other.topk_logprobs)
         self.topk_index.index_copy_(0, rows, other.topk_index)
         self.hidden.index_copy_(0, rows, other.hidden)
@@ -68,10 +69,10 @@ class EagleDraftInput:
 
 @dataclass(slots=True)
 class EagleDraftExtendInput:
-    """Rows of one extend: S + 1 per decoding request, then the prompt rows.
+    """The T rows of one extend: S + 1 per decoding request, then the prompt rows.
 
-    `hidden` `[T, A]` is the target's (aux) hidden of each committed row, `token_ids` `[T]` the token after it,
-    `positions` `[T]`; `select` `[B]` the rows whose output proposes the next tokens.
+    For each row, `hidden` `[T, A]` is the target's (aux) hidden, `token_ids` `[T]` is the token after the row, and
+    `positions` `[T]` is the row's position. `select` `[B]` are the rows whose output proposes the next tokens.
     """
 
     hidden: Tensor
@@ -81,20 +82,20 @@ class EagleDraftExtendInput:
 
     @staticmethod
     def hidden_size_for(draft: DraftSpec | None) -> int:
-        """A: `num_aux * target_hidden` when the draft uses aux hidden states, else the target's width."""
+        """Return A, `num_aux * target_hidden` (`num_aux` is 1 if the draft reads no aux states); 0 without a draft."""
         return 0 if draft is None else draft.fc_in
 
     @staticmethod
     def dtype_for(compute: torch.dtype) -> torch.dtype:
-        """Aux hidden states come in the target's compute dtype."""
+        """Return the dtype of (aux) hidden states: the target's compute dtype."""
         return compute
 
     @classmethod
     def hidden_of(cls, draft: DraftSpec | None, features: Sequence[Tensor], source: Tensor) -> Tensor:
-        """Rows `source` `[T]` of all `features`, side by side, in a buffer `[T, A]`.
+        """Return rows `source` `[T]` of all `features`, side by side, in a new buffer `[T, A]`.
 
         Raises:
-            ValueError: the features are not A wide together.
+            ValueError: the widths of the features do not sum to A.
         """
         width, given = cls.hidden_size_for(draft), sum(feature.shape[1] for feature in features)
         if given != width:

@@ -1,6 +1,6 @@
-"""Growing a tree level by level, whether one runner runs all levels or each level has its own.
+"""Growing a tree level by level, for drafts of one runner and for drafts with a runner per level.
 
-Legend: R requests, K topk, S depth, H width, Vd draft vocabulary.
+Legend: R requests, K topk, S depth, N tree nodes.
 """
 
 from typing import Protocol
@@ -18,11 +18,13 @@ from cluster.spec.tree import DraftTree, Sprout
 
 
 class Levels(Protocol):
-    """Runs one level of a step's trees after another."""
+    """Runs the levels of a step's trees, one after another."""
 
     def run(self, level: int, tokens: Tensor, parent: Tensor | None) -> ShardedLogits:
-        """Rows of `level` (1 is the first), `tokens` `[R, K]`, each after row `parent` `[R, K]` of the level before
-        (None: after the root) -> the logits of the R K rows.
+        """Run the rows of `level`, `tokens` `[R, K]`; return the logits of the R K rows.
+
+        `parent` `[R, K]` is the index of each row's parent in the level before. In level 1, the first, it is None: the
+        parent is the root.
         """
         ...
 
@@ -30,26 +32,29 @@ class Levels(Protocol):
 def grow(
     carried: EagleDraftInput, drawing: PhaseSampling, shape: TreeShape, ranking: Ranking, levels: Levels, sprout: Sprout
 ) -> DraftTree:
-    """EAGLE-2's dynamic trees (arXiv 2406.16858): each level keeps the K best rows by cumulative score.
+    """Return EAGLE-2's dynamic trees (arXiv 2406.16858): each level keeps the K best candidates by cumulative score.
 
-    At the end, the root and the N - 1 best candidates of all levels make the tree.
+    The tree is the root and the N - 1 best candidates of all levels.
     """
+    # The carried proposals are the K rows of level 1.
     grown = sprout(carried.topk_index, carried.topk_logprobs, shape.num_steps)
     tokens, parent = carried.topk_index, None
     path = None if drawing.adjust is None else tokens[..., None]
     for level in range(1, shape.num_steps):
+        # A row of `level` proposes the token at seq_len + 1 + level, which has noise number `level`.
         columns = levels.run(level, tokens, parent)
         likely, proposed = ranking.propose(columns, drawing.at(level, shape.topk, path))
         grown.add(proposed, likely)
         if level < shape.num_steps - 1:
             tokens, parent = grown.best()
+            # Penalties and grammars also need the tokens from the root to each row, `[R, K, level]`.
             if path is not None:
                 path = torch.cat([after(path, parent), tokens[..., None]], 2)
     return grown.tree(carried.bonus, shape.num_draft_tokens)
 
 
 class Ancestry:
-    """Which rows of earlier levels each row sees: its ancestors, and itself."""
+    """The ancestor masks of a tree's rows, as bits: each row sees its ancestors in earlier levels, and itself."""
 
     def __init__(self, carried: EagleDraftInput, shape: TreeShape) -> None:
         self._r, self._k = carried.topk_index.shape
@@ -57,9 +62,10 @@ class Ancestry:
         self._bits: Tensor | None = None
 
     def descend(self, level: int, parent: Tensor | None) -> Tensor:
-        """The bits `[R, K, words]` of the rows of `level`, each after row `parent` of the level before, over the K
-        `level` window slots so far.
+        """Return the bits `[R, K, words]` of the rows of `level` over the `level` K window slots so far. `parent` is as
+        in `Levels.run`.
         """
+        # bits(row) = bits(parent) | own slot, (level - 1) K + row.
         own = own_bits((level - 1) * self._k, self._k, self._width, self._device)
         if self._bits is None or parent is None:
             self._bits = own.expand(self._r, -1, -1)
@@ -69,5 +75,5 @@ class Ancestry:
 
 
 def after(rows: Tensor, parent: Tensor | None) -> Tensor:
-    """For each row of a level its parent's entry of `rows` `[R, K, ..]`, those of the level before."""
+    """Return for each row the entry of its parent in `rows` `[R, K, ..]`; if `parent` is None, return `rows`."""
     return rows if parent is None else rows.gather(1, parent[..., None].expand_as(rows))

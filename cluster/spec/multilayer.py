@@ -1,10 +1,13 @@
-"""A draft of several layers, each a runner of its own: runner i makes level i (MTP; upstream: SGLang #22954).
+"""A draft of several layers, each a runner of its own: runner i drafts level i (MTP; upstream: SGLang #22954).
 
-A row's label is its position. All runners read the same token at the same label, so that they share slots: runner i's
-row at label q takes the embedding of token q + 1 and the hidden that runner i - 1 passed on at label q - 1: its output
-if the format is `chained`, else its own input, so in the end the target's hidden at q - i. Such layers are trained like
-this, without the shift. What a runner passes on is kept by slot beside its pool, so that chunks, cached prefixes and
-retraction need nothing more. Runner i has no rows at labels below i and masks them.
+The label of a row is its position. Runner i's row at label q reads the embedding of token q + 1, and the hidden that
+runner i - 1 passed on at label q - 1. If the format is `chained`, a runner passes on its output. Otherwise it passes on
+its input, so that runner i reads the target's hidden at q - i.
+
+In training, the row of layer i that reads token q + 1 has position q - i. Here its position is q, so that all runners
+read the same token at the same label and share slots. Hence rows of runner i at labels below i are not valid, and
+attention masks them. The hidden that a runner passes on is kept by slot, in a buffer beside the runner's pool. Chunked
+prefill, cached prefixes and retraction need no other state.
 
 Legend: R requests, K topk, S depth, H draft width, T rows.
 """
@@ -32,20 +35,22 @@ from cluster.spec.verify import Accepted
 
 
 def kept_bytes(runners: int, hidden: int, dtype: torch.dtype) -> int:
-    """Bytes that `runners` runners keep of one token beside their pools."""
+    """Return the bytes per token that `runners` runners keep beside their pools; a single runner keeps nothing."""
     return runners * hidden * dtype.itemsize if runners > 1 else 0
 
 
 class MultiLayerDraft:
-    """Drafts with a list of runners: at level l runner l runs the rows of levels 1 to l, so its own KV has them.
+    """Drafts with a list of runners. At level l, runner l runs the rows of levels 1 to l, so that its own pool holds
+    the cells of all these rows.
 
-    Slots are shared with the target; pools, and what runners pass on (`_gave`), are their own.
+    Runners use the target's slot numbers. Each runner has its own pool, and a buffer in `_gave`, `[slots, H]`, with the
+    hidden that it passed on.
     """
 
     def __init__(
         self, draft_runner_list: list[DraftRunner], ranking: Ranking, table: PageTable, sprout: Sprout = TorchGrowth
     ) -> None:
-        """One runner per level; `table` is the page table that they share."""
+        """`draft_runner_list` has one runner per level; `table` is the page table that they share."""
         self._runners, self._ranking, self._table, self._sprout = draft_runner_list, ranking, table, sprout
         first = draft_runner_list[0]
         spec, pool = first.model.spec, first.pool
@@ -53,12 +58,12 @@ class MultiLayerDraft:
         self._gave = [zeros((pool.slots, spec.hidden), pool.dtype, pool.kv.device) for _ in draft_runner_list]
 
     def move_kv_cache(self, destination: Tensor, source: Tensor) -> None:
-        """Copy what is kept beside the pools from slot `source[i]` onto `destination[i]`."""
+        """Copy the hidden kept beside the pools from slot `source[i]` onto `destination[i]`."""
         for kept in self._gave:
             kept.index_copy_(0, destination, kept.index_select(0, source))
 
     def draft(self, batch: Batch, carried: EagleDraftInput, drawing: PhaseSampling, shape: TreeShape) -> DraftTree:
-        """Trees `[R, N]` for the decoding requests; see `Draft.draft`."""
+        """Return trees `[R, N]` for the decoding requests; see `Draft.draft`."""
         if shape.num_steps == 0:
             return chain(carried.bonus[:, None])
         return grow(carried, drawing, shape, self._ranking, _OneEach(self, batch, carried, shape), self._sprout)
@@ -66,11 +71,12 @@ class MultiLayerDraft:
     def run_level(
         self, batch: Batch, level: int, tokens: Tensor, source: Tensor, bits: Tensor
     ) -> tuple[ShardedLogits, Tensor]:
-        """Runner `level` over the rows of all levels so far, `tokens` `[R, level K]` and their hidden `source`
+        """Run runner `level` over the rows of all levels so far: `tokens` `[R, level K]`, hidden `source`
         `[R, level K, H]` -> logits of the R K rows of the last level, and what the runner passes on `[R, level K, H]`.
         """
         (r, count), runner = tokens.shape, self._runners[level]
         k = count // level
+        # The rows of level l are at position seq_len + l - 1; rows of a level are neighbours.
         depth = torch.arange(level, device=source.device).repeat_interleave(k)
         positions = (batch.seq_lens[:, None] + depth).reshape(-1)
         write = batch.window[:, :count].reshape(-1)
@@ -82,7 +88,7 @@ class MultiLayerDraft:
         return columns, (recurrent if self._chained else rows).view(source.shape)
 
     def given_at_root(self, batch: Batch, level: int) -> Tensor:
-        """What runner `level` - 1 passed on at each request's last committed token, `[R, H]`."""
+        """Return what runner `level` - 1 passed on at each request's last committed token, `[R, H]`."""
         last = self._table.slots(batch.decode_rows, (batch.seq_lens - 1).clamp(min=0))
         return self._gave[level - 1].index_select(0, last)
 
@@ -90,6 +96,7 @@ class MultiLayerDraft:
         self, batch: Batch, accepted: Accepted, features: list[Tensor], draw: SamplingInputs, shape: TreeShape
     ) -> EagleDraftInput:
         """Run the committed rows through every runner; see `Draft.extend`."""
+        # `before`: the slot of the row one label earlier, where the next runner finds its hidden.
         given = extend_input(batch, accepted, features, shape, self._runners[0].model.spec)
         seen = extend_seen(batch, shape)
         rows = with_prompts(batch.decode_rows.repeat_interleave(shape.num_steps + 1), batch.prompt.rows)
@@ -98,15 +105,18 @@ class MultiLayerDraft:
         outputs = []
         for i, runner in enumerate(self._runners):
             outputs.append(runner.forward(given.token_ids, given.positions, source, replace(seen, first=i)))
+            # `_gave` is written before it is read, because the row one label earlier is often part of this forward. The
+            # first token of a request has no row before it, so it reads zeros.
             self._gave[i].index_copy_(0, seen.write, outputs[-1][1] if self._chained else source)
             source = self._gave[i].index_select(0, before).masked_fill_((given.positions == 0)[:, None], 0)
+        # Runner 0 proposes the tokens after the bonus; the next draft phase begins with runner 1.
         normed, recurrent = outputs[0]
         gave = normed.index_select(0, given.select), recurrent.index_select(0, given.select)
         return carry(self._runners[0], self._ranking, draw, accepted, gave)
 
 
 class _OneEach:
-    """`Levels` by a runner each: it runs the rows of all levels so far, on what the one before passed on."""
+    """`Levels` with a runner per level; each runs the rows of all levels so far."""
 
     def __init__(self, draft: MultiLayerDraft, batch: Batch, carried: EagleDraftInput, shape: TreeShape) -> None:
         self._draft, self._batch, self._ancestry = draft, batch, Ancestry(carried, shape)
@@ -121,10 +131,13 @@ class _OneEach:
         self._bits.append(self._ancestry.descend(level, parent))
         if parent is not None:
             self._parents.append(parent)
+        # Each row's hidden comes from one label earlier: for all K rows of level 1, from the last committed token; for
+        # a row of level j + 1, from its parent's row in level j.
         sources = [self._draft.given_at_root(self._batch, level)[:, None].expand(r, k, -1)]
         for j, above in enumerate(self._parents):
             assert self._gave is not None, "the level before gave something"
             sources.append(after(self._gave[:, j * k : (j + 1) * k], above))
+        # Bits of earlier levels have fewer words; pad them to the width of this level.
         wide = words(level * k)
         bits = torch.cat([F.pad(each, (0, wide - each.shape[2])) for each in self._bits], 1)
         rows, source = torch.cat(self._tokens, 1), torch.cat(sources, 1)

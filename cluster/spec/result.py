@@ -1,4 +1,4 @@
-"""What a step decided: one row of numbers on the device, copied to the host behind the step.
+"""Results of a step: one vector of integers on the device, which is copied to the host behind the step.
 
 Legend: R decoding requests, S depth, F finished prompts, c prompt rows, T = R (S + 1) + F tokens.
 """
@@ -21,22 +21,24 @@ from cluster.spec.verify import Accepted
 
 @dataclass(frozen=True, slots=True)
 class PhaseTimes:
-    """When the device came to the step's phases, and to its end."""
+    """The times at which the device began each phase of a step, and at which it ended the step: `moments` has one
+    entry more than `names`.
+    """
 
     timer: Timer
     moments: list[Any]
     names: tuple[str, ...] = ("draft", "target", "extend")
 
     def seconds(self) -> dict[str, float]:
-        """What each took."""
+        """Return the seconds that each phase took."""
         spans = zip(self.names, pairwise(self.moments), strict=True)
         return {name: self.timer.between(*span) for name, span in spans}
 
 
 @dataclass(frozen=True, slots=True)
 class Trees:
-    """The trees that a step verified, on the device: `packed` int64 `[R, 2 N + S + 1]` are the tokens and parents of
-    each tree's N nodes, and its accepted path.
+    """The trees that a step verified. `packed` int64 `[R, 2 N + S + 1]`: the tokens of each tree's N nodes, their
+    parents, and the accepted path. `nodes` is N.
     """
 
     packed: Tensor
@@ -44,15 +46,17 @@ class Trees:
 
     @staticmethod
     def of(tree: DraftTree, accepted: Accepted) -> "Trees":
-        """Those of one step, in memory of their own."""
+        """Return a copy of the trees of one step."""
         return Trees(torch.cat([tree.tokens, tree.parents, accepted.path], 1), tree.tokens.shape[1])
 
     def read(self, request: int, tokens: list[int], drafted: int) -> StepTree:
-        """The tree of decoding request `request`, to which the step gave `tokens`; its first `drafted` nodes are the
-        draft's and the root. Nodes that only fill the shape are left out.
+        """Return the tree of decoding request number `request`, for which the step committed `tokens`.
+
+        The first `drafted` nodes are the root and the draft's; a grammar forced the others. Padding is left out.
         """
         numbers: list[int] = self.packed[request].tolist()
         ids, parents, path = numbers[: self.nodes], numbers[self.nodes : 2 * self.nodes], numbers[2 * self.nodes :]
+        # Padding comes last, and each padding node is its own parent.
         real = next((node for node in range(1, self.nodes) if parents[node] == node), self.nodes)
         return StepTree(
             token_ids=tuple(ids[:real]),
@@ -65,15 +69,19 @@ class Trees:
 
 @dataclass(frozen=True, slots=True)
 class StepDecisions:
-    """A step's decisions on the host.
+    """The results of a step on the host.
 
-    `tokens` are S + 1 for each request, of which `accept_len` were accepted; from number `finite` on the target's
-    logits were not finite. `first` are the tokens after finished prompts, `sound` says of each prompt row whether its
-    hidden and, after a finished prompt, the score of `first` are finite. `logprobs` are those of T tokens, where asked,
-    `scores` those of the tokens after the prompt rows that are scored.
-    `drawn` is a checksum of how they were drawn, where ranks made one choice together and so cannot tell by its tokens.
-    `trees` are there where a request asked for its own. `nodes` says how many nodes but the root each tree had, where
-    some only filled the shape; else all had as many as the shape has.
+    - `tokens`: S + 1 per request, of which the first `accept_len` are committed. The target's scores of the first
+      `finite` tokens are finite.
+    - `first`: the token after each finished prompt. `sound`: whether the hidden of each prompt row is finite; for the
+      last row of a prompt, whether the score of its `first` is finite too.
+    - `logprobs`: those of all T tokens, if a request asked for them.
+    - `scores`: log-probabilities and ranks of prompt tokens, if a request asked for them.
+    - `seconds`: the duration of each phase.
+    - `drawn`: a checksum of the sampling inputs if the head is sharded and a request samples, else empty. Ranks compare
+      it, because their tokens are equal even if their inputs differ.
+    - `trees`: the verified trees, if a request asked for them.
+    - `nodes`: the number of nodes of each tree, without root and padding; None if the trees cannot have padding.
     """
 
     tokens: list[list[int]]
@@ -91,8 +99,11 @@ class StepDecisions:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """The same as tensors: `packed` int64 `[R (S + 3) + F + c]`, its first part `[R, S + 3]`; then `drawn`. With
-    `counted` that part has one number more of each request, `nodes`.
+    """The results of a step as tensors; see `StepDecisions` for their meaning.
+
+    `packed` int64 is the concatenation of `[R, S + 3]` (`tokens`, `accept_len`, `finite`), `first` `[F]`, `sound` `[c]`
+    and `drawn` `[0 or 1]`. If `counted`, the first part has one more column, `nodes`. R is `requests`, S + 1 is
+    `width`, F is `finals`, c is `rows`.
     """
 
     packed: Tensor
@@ -116,11 +127,12 @@ class StepOutput:
         logprobs: Logprobs | None,
         phases: PhaseTimes,
     ) -> "StepOutput":
-        """`scores` `[R, S + 1]` are those of the accepted tokens; `prompts` are `first` `[F]` and `sound` `[c]`."""
+        """Pack the results. `scores` `[R, S + 1]` are those of `accepted.tokens`; `prompts` is (`first`, `sound`)."""
         first, sound = prompts
+        # x - x is 0 for finite x, else NaN. The running product is 0 from the first score that is not finite on.
         finite = (scores - scores == 0).cumprod(1).sum(1, keepdim=True)
         nodes = []
-        if tree.padded:  # what fills the shape is its own parent, as the root is
+        if tree.padded:  # the root and padding nodes are their own parents; count the others
             own = torch.arange(tree.parents.shape[1], device=tree.parents.device)
             nodes = [(tree.parents != own).sum(1, keepdim=True)]
         rows = torch.cat([accepted.tokens, accepted.accept_len[:, None], finite, *nodes], 1)
@@ -129,7 +141,7 @@ class StepOutput:
         return StepOutput(packed, *sizes, logprobs, phases, counted=tree.padded)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "StepOutput":
-        """The same with another tensor in place of each, always in the same order."""
+        """Return a copy with `change` applied to each tensor, always in the same order."""
         logprobs, scores, trees = self.logprobs, self.scores, self.trees
         return replace(
             self,
@@ -140,11 +152,11 @@ class StepOutput:
         )
 
     def kept(self) -> "StepOutput":
-        """The same in memory of its own, which no later replay overwrites."""
+        """Return a copy in new memory: a later replay of the captured program does not overwrite it."""
         return self.each(Tensor.clone)
 
     def read(self) -> StepDecisions:
-        """What it says, if it lies in the host's memory."""
+        """Unpack the results; the tensors must be in host memory."""
         numbers: list[int] = self.packed.tolist()
         each = self.width + 2 + self.counted
         end = self.requests * each
@@ -166,15 +178,15 @@ class StepOutput:
 
 
 class Results:
-    """The output of a step on its way to the host, begun behind that step and before the next."""
+    """The copy of a step's output to the host, queued on the device behind that step and before the next one."""
 
     def __init__(self, output: StepOutput) -> None:
-        """The step has been queued."""
+        """Start the copy; the step must be queued already."""
         self._output, tensors = output, list[Tensor]()
         output.each(lambda one: tensors.append(one) or one)  # type: ignore[func-returns-value]
         self._landing = Landing(tensors)
 
     def read(self) -> StepDecisions:
-        """Wait for the device to have run the step; steps queued meanwhile go on."""
+        """Wait until the device has run the step, and return its results. Steps queued behind it run meanwhile."""
         landed = iter(self._landing.wait())
         return self._output.each(lambda _: next(landed)).read()

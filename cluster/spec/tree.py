@@ -1,6 +1,7 @@
-"""A draft tree as tensors, and how it is selected from the candidates of all levels.
+"""A draft tree as tensors, and its selection from the candidates of all levels.
 
-Legend: R requests, N nodes (root included, node 0 is the bonus), C candidates = K + (S - 1) K^2.
+Legend: R requests, K topk, S depth, N nodes (root included; node 0 is the root and holds the bonus token),
+C candidates = K + (S - 1) K^2.
 """
 
 from collections.abc import Callable
@@ -14,17 +15,18 @@ from torch import Tensor
 from cluster.sampling.noise import at_least_float32
 
 DECAY = 1e-3
-"""Every level costs a candidate this much log-probability, so that scores fall strictly along a path: a candidate among
-the best N - 1 has its parent among them, even with ties."""
-FLOOR = -30.0  # log-probabilities are clamped here, which keeps DECAY above float32 rounding at any depth up to 16
+"""Subtracted from the log-probability of each level, so that scores fall strictly along a path. So if a candidate is
+among the best N - 1, its parent is among them too, even with ties."""
+FLOOR = -30.0  # the lowest log-probability used; it keeps DECAY above float32 rounding at any depth up to 16
 
 
 @dataclass(frozen=True, slots=True)
 class DraftTree:
-    """`tokens`, `parents`, `depths` `[R, N]` (the root's parent is itself); `ancestors` `[R, N, N]` ancestor-or-self.
+    """R trees: `tokens`, `parents`, `depths` `[R, N]`; the root is its own parent. `ancestors` `[R, N, N]`: entry
+    (i, j) says whether node j is node i or an ancestor of it.
 
-    Parents come before their children. `padded`: some nodes fill the shape; they are their own parents, so the root is
-    no ancestor of theirs, and never on a path.
+    Parents come before their children. If `padded`, some nodes are padding. A padding node is its own parent. So it is
+    not below the root, and never on an accepted path.
     """
 
     tokens: Tensor
@@ -34,17 +36,20 @@ class DraftTree:
     padded: bool = False
 
     def paths(self, deepest: int) -> Tensor:
-        """The tokens from the root, itself left out, to each node, `[R, N, deepest]`; -1 beyond the node."""
+        """Return the tokens from below the root to each node (its own included), `[R, N, deepest]`, padded with -1."""
         r, n = self.tokens.shape
-        place = torch.where(self.ancestors, self.depths[:, None], 0)  # the root's, which is cut off
+        # paths[i, depth(j)] = token(j) for every ancestor-or-self j of node i. All other nodes write to column 0, the
+        # root's, which is cut off.
+        place = torch.where(self.ancestors, self.depths[:, None], 0)
         paths = self.tokens.new_full((r, n, deepest + 1), -1)
         return paths.scatter_(2, place, self.tokens[:, None].expand(r, n, n))[..., 1:]
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Proposals of all levels, `[R, C]` each; `parents` are candidate numbers, -1 for the root; `depths` `[C]` go up to
-    `deepest`.
+    """Proposals of all levels: `tokens`, cumulative `scores` and `parents` `[R, C]`; `depths` `[C]`, up to `deepest`.
+
+    `parents` are candidate numbers, -1 for the root.
     """
 
     tokens: Tensor
@@ -55,83 +60,91 @@ class Candidates:
 
     @staticmethod
     def of(levels: list[tuple[Tensor, Tensor, Tensor]]) -> "Candidates":
-        """The candidates of all levels: tokens, scores and parents of each, `[R, K]` of the first, then `[R, K^2]`."""
+        """Join `levels`, each (tokens, scores, parents): `[R, K]` of the first level, `[R, K^2]` of the others."""
         tokens, scores, parents = (torch.cat(part, 1) for part in zip(*levels, strict=True))
         depths = depths_of(tokens.shape[1], levels[0][0].shape[1], tokens.device)
         return Candidates(tokens, scores, parents, depths, len(levels))
 
 
 def depths_of(count: int, topk: int, device: torch.device) -> Tensor:
-    """The depths `[C]` of C candidates: K of depth 1, then K^2 of each depth."""
+    """Return the depths `[C]` of C candidates: K of depth 1, then K^2 of each further depth."""
+    # depth = floor((number - K) / K^2) + 2; numbers below K give floor(-..) = -1, so depth 1.
     number = torch.arange(count, device=device)
     return (number - topk).div(topk * topk, rounding_mode="floor").add_(2)
 
 
 def clean(log_probabilities: Tensor) -> Tensor:
-    """Log-probabilities made safe to add up: NaN and very small ones become FLOOR, and DECAY is subtracted.
+    """Return log-probabilities that are safe to add up: NaN and very small ones become FLOOR, and DECAY is subtracted.
 
-    In float32 at least: half precision would round DECAY away, and a tie could then select a child without its parent.
+    The result is at least float32. Half precision would round DECAY away, and a tie could then select a child without
+    its parent.
     """
     wide = log_probabilities.to(at_least_float32(log_probabilities.dtype))
     return wide.nan_to_num(FLOOR, 0.0, FLOOR).clamp(FLOOR, 0.0) - DECAY
 
 
 class Growth(Protocol):
-    """EAGLE-2's dynamic tree while it grows: the K best rows of a level by cumulative score are drafted further."""
+    """A growing tree as in EAGLE-2: the K candidates of a level with the best scores are the rows of the next."""
 
     def add(self, proposed: Tensor, likely: Tensor) -> None:
-        """The proposals after each row of the level and their log-probabilities, `[R, K, K]` each."""
+        """Add a level: the K proposals after each of its K rows, and their log-probabilities, `[R, K, K]` each."""
         ...
 
     def best(self) -> tuple[Tensor, Tensor]:
-        """The K rows of the next level: their tokens, and the rows of this level that they follow, `[R, K]` each."""
+        """Return the K rows of the next level as (tokens, index of the parent row in this level), each `[R, K]`."""
         ...
 
     def tree(self, bonus: Tensor, nodes: int) -> DraftTree:
-        """The root `bonus` `[R]` and the best `nodes - 1` candidates of all levels."""
+        """Return trees of `nodes` nodes: the root `bonus` `[R]` and the best candidates of all levels."""
         ...
 
 
 Sprout = Callable[[Tensor, Tensor, int], Growth]
-"""Begins to grow trees: of the proposals after the bonus and their log-probabilities, `[R, K]` each, to a depth."""
+"""A factory of `Growth`: (proposals after the bonus `[R, K]`, their log-probabilities `[R, K]`, depth S)."""
 
 
 class TorchGrowth:
-    """`Growth` in torch's operators: the twin of the others."""
+    """`Growth` by torch operators: the reference implementation."""
 
     def __init__(self, tokens: Tensor, likely: Tensor, num_steps: int) -> None:
-        """See `Sprout`; the depth does not matter here."""
+        """Start with the K candidates of level 1; `num_steps` is not used."""
         self._number = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         self._tokens, self._score = tokens, clean(likely)
         self._levels = [(tokens, self._score, torch.full_like(tokens, -1))]
         self._before = 0
 
     def add(self, proposed: Tensor, likely: Tensor) -> None:
-        """See `Growth.add`."""
+        """Append K^2 candidates; see `Growth.add`."""
         r, k = self._number.shape
+        # `_before`: candidates of all levels before this one. `_number`, `_score` `[R, K]`: those of this level's rows.
         self._before += self._tokens.shape[1]
+        # Cumulative score of child j of row i = score(i) + log p(j | i); it is candidate `_before` + i K + j.
         self._score = (self._score[..., None] + clean(likely)).view(r, k * k)
         self._tokens = proposed.reshape(r, k * k)
         parents = self._number[..., None].expand(r, k, k).reshape(r, k * k)
         self._levels.append((self._tokens, self._score, parents))
 
     def best(self) -> tuple[Tensor, Tensor]:
-        """See `Growth.best`."""
+        """Select the K best candidates of the level that was added last; see `Growth.best`."""
         k = self._number.shape[1]
+        # pick = i K + j, so the parent's row is pick // K.
         self._score, pick = self._score.topk(k, 1)
         self._number = self._before + pick
         return self._tokens.gather(1, pick), pick // k
 
     def tree(self, bonus: Tensor, nodes: int) -> DraftTree:
-        """See `Growth.tree`."""
+        """Select the nodes among all candidates; see `Growth.tree`."""
         return best_tree(Candidates.of(self._levels), bonus, nodes)
 
 
 def best_tree(candidates: Candidates, bonus: Tensor, nodes: int) -> DraftTree:
-    """The root and the `nodes - 1` best candidates by cumulative score, in candidate order (EAGLE-2's selection)."""
+    """Return trees of the root and the `nodes - 1` best candidates by cumulative score (EAGLE-2's selection)."""
     r, c = candidates.tokens.shape
+    # Sorted by candidate number, so that parents come before their children.
     chosen = candidates.scores.topk(nodes - 1, dim=1).indices.sort(dim=1).values
     tokens = torch.cat([bonus[:, None], candidates.tokens.gather(1, chosen)], 1)
+    # number[candidate] = node. Column C stands for the root, node 0. The parent of a chosen candidate is chosen too
+    # (see DECAY), so the zeros of the other candidates are never read.
     number = torch.zeros(r, c + 1, dtype=torch.int64, device=tokens.device)
     number.scatter_(1, chosen, torch.arange(1, nodes, device=tokens.device).expand(r, -1))
     above = candidates.parents.gather(1, chosen)
@@ -143,8 +156,9 @@ def best_tree(candidates: Candidates, bonus: Tensor, nodes: int) -> DraftTree:
 
 
 def ancestors_of(parents: Tensor, depth: int) -> Tensor:
-    """Ancestor-or-self mask `[R, N, N]` of trees at most `depth` deep."""
+    """Return the ancestor-or-self mask `[R, N, N]` of trees at most `depth` deep."""
     r, n = parents.shape
+    # mask(i) = {i} + mask(parent(i)): each round reaches one level further up.
     own = torch.eye(n, dtype=torch.bool, device=parents.device).expand(r, -1, -1)
     mask = own
     for _ in range(depth):
@@ -153,15 +167,15 @@ def ancestors_of(parents: Tensor, depth: int) -> Tensor:
 
 
 def chain(tokens: Tensor) -> DraftTree:
-    """The tree of one branch: `tokens` `[R, N]`, root first. Equals `best_tree` at topk 1, faster."""
+    """Return trees of one branch: `tokens` `[R, N]`, root first. At topk 1 `best_tree` gives the same, more slowly."""
     r, n = tokens.shape
     parents, depths, lower = _branch(n, tokens.device)
     return DraftTree(tokens, parents.expand(r, n), depths.expand(r, n), lower.expand(r, n, n))
 
 
-@cache  # for good: a captured graph reads what it gave
+@cache  # never freed: captured CUDA graphs read these tensors
 def _branch(nodes: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Parents and depths `[N]` of one branch, and which nodes are ancestors-or-self of each, `[N, N]`."""
+    """Return parents `[N]`, depths `[N]` and the ancestor-or-self mask `[N, N]` of one branch."""
     depths = torch.arange(nodes, device=device)
     lower = torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril_()
     return (depths - 1).clamp_(min=0), depths, lower

@@ -1,6 +1,7 @@
-"""Trees by programs of Triton, for a GPU: one start for each level, two for the tree, one for its accepted path.
+"""Trees by Triton kernels, for GPUs: one launch for each level, two for the tree, one for its accepted path.
 
-Must equal `TorchGrowth` and `verify.accept`. Among equal scores the first candidate is kept, where torch takes any.
+Results must equal those of `TorchGrowth` and `verify.accept`. Among equal scores these kernels keep the first; torch
+may keep any.
 Legend: R requests, K topk, N nodes, C candidates.
 """
 
@@ -16,14 +17,14 @@ from cluster.spec.tree import DECAY, FLOOR, Candidates, DraftTree, best_tree, de
 from cluster.spec.verify import Accepted
 
 ROWS = 16  # nodes whose ancestors one program finds
-MOST = 1 << 12  # candidates that the registers of one program hold; more are torch's
+MOST = 1 << 12  # candidates that fit into the registers of one program; if there are more, torch selects
 
 
 class TritonGrowth:
-    """`Growth` by Triton: candidates of all levels lie side by side from the start, `[R, C]`."""
+    """`Growth` by Triton. The candidates of all levels share buffers `[R, C]`, which are allocated at the start."""
 
     def __init__(self, tokens: Tensor, likely: Tensor, num_steps: int) -> None:
-        """See `Sprout`."""
+        """Allocate the candidates of `num_steps` levels, and write those of level 1."""
         (r, k), wide = tokens.shape, at_least_float32(likely.dtype)
         self._depth, self._k, self._before = num_steps, k, 0
         total = k + (num_steps - 1) * k * k
@@ -37,16 +38,20 @@ class TritonGrowth:
         self._before = k
 
     def add(self, proposed: Tensor, likely: Tensor) -> None:
-        """See `Growth.add`."""
+        """Append K^2 candidates; see `Growth.add`."""
         self._rows = self._level(proposed, likely, self._rows)
         self._before += self._k * self._k
 
     def best(self) -> tuple[Tensor, Tensor]:
-        """See `Growth.best`."""
+        """Return the rows that `add` selected already; see `Growth.best`."""
         return self._rows[0], self._rows[1]
 
     def tree(self, bonus: Tensor, nodes: int) -> DraftTree:
-        """See `Growth.tree`; only candidates of levels that were added can be nodes."""
+        """Select the nodes among all candidates; see `Growth.tree`.
+
+        Raises:
+            ValueError: not all levels were added, or `nodes` is not between 1 and C + 1.
+        """
         tokens, scores, parents = self._candidates
         r, total = tokens.shape
         if self._before != total:
@@ -56,6 +61,7 @@ class TritonGrowth:
         if total > MOST:
             depths = depths_of(total, self._k, tokens.device)
             return best_tree(Candidates(tokens, scores, parents.long(), depths, self._depth), bonus, nodes)
+        # Tokens, parents and depths of the nodes; the second kernel finds ancestors from the parents.
         made = tokens.new_empty(r, nodes), tokens.new_empty(r, nodes), tokens.new_empty(r, nodes)
         how = {
             "TOPK": self._k,
@@ -73,7 +79,10 @@ class TritonGrowth:
     def _level(
         self, proposed: Tensor, likely: Tensor, rows: tuple[Tensor, ...] | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """One level's candidates; the K best of them: tokens, rows that they follow, scores, candidate numbers."""
+        """Write the candidates of one level; return tokens, parent rows, scores and candidate numbers of the K best.
+
+        `rows` are the same four results for the level before. If `rows` is None, this is level 1, below the root.
+        """
         r, k = proposed.shape[:2]
         made = (
             proposed.new_empty(r, k),
@@ -92,7 +101,7 @@ class TritonGrowth:
 
 
 def accept(tree: DraftTree, chosen: Tensor, first: Tensor, num_steps: int) -> Accepted:
-    """See `verify.accept`."""
+    """Return the accepted paths; arguments and result as in `verify.accept`."""
     (trees, nodes), wide = chosen.shape, num_steps + 1
     tokens, parents = (each if each.stride(1) == 1 else each.contiguous() for each in (tree.tokens, tree.parents))
     path, taken = chosen.new_empty(trees, wide), chosen.new_empty(trees, wide)

@@ -1,7 +1,7 @@
-"""Verify: the target's own choice at every node, and the path that plain decoding would have walked.
+"""Verify: find the path in each tree that plain decoding would have walked.
 
-A child is accepted when it is the token that the target chose at its parent, so the committed tokens are exactly those
-of plain decoding whatever the draft proposed (law 1).
+The target chooses a token at every node. A child is accepted if it is the token chosen at its parent, so the committed
+tokens are exactly those of plain decoding, whatever the draft proposed (law 1 in docs/architecture.md).
 """
 
 from collections.abc import Callable
@@ -16,9 +16,11 @@ from cluster.spec.tree import DraftTree
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """`path` `[R, S + 1]` nodes of the accepted path from the root (0 beyond it), `tokens` `[R, S + 1]` the target's
-    choice after each, `accept_len` `[R]` how many count (bonus included, >= 1); `bonus` `[B]` the last that counts,
-    then the tokens after finished prompts.
+    """The accepted path of each of R requests.
+
+    `path` `[R, S + 1]`: node numbers from the root on, 0 beyond the path. `tokens` `[R, S + 1]`: the target's choice
+    after each of these nodes. `accept_len` `[R]`: how many of `tokens` are committed, the bonus included, at least 1.
+    `bonus` `[B]`: the last committed token of each request, then the first token after each finished prompt.
     """
 
     path: Tensor
@@ -28,22 +30,32 @@ class Accepted:
 
 
 Accept = Callable[[DraftTree, Tensor, Tensor, int], Accepted]
-"""What `accept` does, or equals it."""
+"""A function that returns what `accept` returns for the same arguments."""
 
 
 def accept(tree: DraftTree, chosen: Tensor, first: Tensor, num_steps: int) -> Accepted:
-    """The accepted path, given the target's choice after every node `[R, N]` and after finished prompts `[F]`."""
+    """Return the accepted paths. The reference implementation.
+
+    `chosen` `[R, N]` is the target's token after every node, `first` `[F]` its token after each finished prompt.
+    """
     r, n = chosen.shape
+    # wanted[i] = (choice at parent(i) == token(i)). The root holds the bonus token, which is always wanted.
     wanted = chosen.gather(1, tree.parents) == tree.tokens
     wanted[:, 0].fill_(True)
+    # A node is on the path if it and all its ancestors are wanted. Siblings hold different tokens, so at most one of
+    # them is wanted.
     on_path = (wanted[:, None] | ~tree.ancestors).all(-1)
+    # Padding nodes are not below the root, but could be wanted by accident.
     if tree.padded:
         on_path.logical_and_(tree.ancestors[..., 0])
+    # Nodes on the path = 1 (root) + accepted drafts = accepted drafts + 1 (bonus) = committed tokens.
     accept_len = on_path.sum(1)
+    # path[depth] = node. Rejected nodes all go to one more column, S + 1, which is cut off; no host sync is needed.
     path = torch.zeros(r, num_steps + 2, dtype=torch.int64, device=chosen.device)
     nodes = torch.arange(n, device=chosen.device).expand(r, n)
     path.scatter_(1, torch.where(on_path, tree.depths, num_steps + 1), nodes)
     path = path[:, :-1]
+    # The new bonus is the choice after the last node of the path; tokens beyond accept_len are not used.
     tokens = chosen.gather(1, path)
     last = tokens.gather(1, accept_len[:, None] - 1)[:, 0]
     return Accepted(path, tokens, accept_len, with_prompts(last, first))

@@ -1,1 +1,1 @@
-"""Text to tokens and back: a tokenizer folder, incremental detokenization, stop strings."""
+"""The tokenizer, incremental detokenization and stop strings."""

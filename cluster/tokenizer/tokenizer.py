@@ -1,8 +1,8 @@
-"""Text and tokens: a tokenizer folder, detokenization step by step, and stop strings.
+"""The tokenizer, incremental detokenization and stop strings.
 
-The engine ends a request at the token that completes a stop string, the REST layer cuts the text there; both read this
-file, so they agree to the character, however the tokens were split into steps. No transformers here: chat templates
-live in `cluster.api.core.tokenizer`.
+The engine ends a request at the token that completes a stop string, and the REST layer cuts the text there. Both use
+this module, so they cut at the same character, however steps divide the tokens. This module does not use transformers;
+chat templates are in `cluster.api.core.tokenizer`.
 """
 
 import codecs
@@ -16,12 +16,12 @@ from tokenizers import Tokenizer
 
 from cluster.config import ConfigError
 
-CONTEXT_TOKENS = 8  # tokens before the new ones that a decode starts from
-WINDOW_TOKENS = 64  # a window is cut at this length even if it does not end on a whole character
+CONTEXT_TOKENS = 8  # tokens before the new ones that are decoded together with them
+WINDOW_TOKENS = 64  # a longer window is cut even if it does not end with a complete character
 
 
 def _byte_of_character() -> dict[str, int]:
-    """The byte-level alphabet of GPT-2: printable bytes stand for themselves, the rest for U+0100 and up."""
+    """Return GPT-2's byte-level alphabet, character to byte: printable bytes as themselves, others as U+0100 and up."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(rest)}
@@ -31,7 +31,7 @@ BYTE_OF_CHARACTER = _byte_of_character()
 
 
 def _decoder_types(node: Any) -> set[str]:
-    """Every `type` named in a decoder's JSON, at any depth."""
+    """Return every `type` in a decoder's JSON, at any depth."""
     if isinstance(node, dict):
         own = {node["type"]} if isinstance(node.get("type"), str) else set()
         return own.union(*(_decoder_types(child) for child in node.values()))
@@ -41,7 +41,7 @@ def _decoder_types(node: Any) -> set[str]:
 
 
 class TextTokenizer:
-    """Text to token ids and back, from a `tokenizer.json`."""
+    """Converts text to token ids and back, by a `tokenizer.json`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         tokenizer.no_truncation()
@@ -53,17 +53,17 @@ class TextTokenizer:
         self._byte_fallback = "ByteFallback" in types
         names = [f"<0x{byte:02X}>" for byte in range(256)] if self._byte_fallback else []
         byte_tokens = [tokenizer.token_to_id(name) for name in names]
-        self._byte_tokens = [token for token in byte_tokens if token is not None]  # by byte, where all are there
+        self._byte_tokens = [token for token in byte_tokens if token is not None]  # indexed by byte if all 256 exist
         self._byte_of = {token: byte for byte, token in enumerate(byte_tokens) if token is not None}
         self._byte_cache: dict[int, bytes] = {}
-        self._spaced = bool(types & {"ByteFallback", "Metaspace"})  # a space is written U+2581
+        self._spaced = bool(types & {"ByteFallback", "Metaspace"})  # in token names U+2581 is a space
 
     @classmethod
     def load(cls, path: str) -> Self:
-        """Read `<path>/tokenizer.json`.
+        """Return the tokenizer of `<path>/tokenizer.json`.
 
         Raises:
-            ConfigError: the file is missing or is not a tokenizer.
+            ConfigError: the file is missing or cannot be read as a tokenizer.
         """
         file = Path(path) / "tokenizer.json"
         if not file.is_file():
@@ -79,46 +79,44 @@ class TextTokenizer:
 
     @property
     def special(self) -> dict[int, str]:
-        """The special tokens, which `decode` leaves out, by their ids."""
+        """The names of the special tokens by id; `decode` leaves these tokens out."""
         return {token: str(self._tokenizer.id_to_token(token)) for token in self._special}
 
     @property
     def byte_wise(self) -> bool:
-        """Whether a text is the bytes of its tokens, one after the other; `token_text` has them."""
+        """Whether the joined bytes of tokens, as `token_text` returns them, are the UTF-8 bytes of their text."""
         return self._byte_level or self._spaced
 
     @property
     def library(self) -> Tokenizer:
-        """The tokenizer itself."""
+        """The `tokenizers.Tokenizer` inside."""
         return self._tokenizer
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; `add_special_tokens` adds what the tokenizer puts around a text (often a BOS)."""
-        # A batch of one: unlike `encode`, it releases the GIL meanwhile.
+        """Return the token ids of a text. `add_special_tokens` adds the tokenizer's special tokens (often a BOS)."""
+        # A batch of one, since `encode_batch_fast` releases the GIL and `encode` does not.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids. Special tokens and ids outside the vocabulary are left out; bytes that are no UTF-8
-        become U+FFFD.
-        """
+        """Return the text of token ids, without special tokens and unknown ids; invalid UTF-8 becomes U+FFFD."""
         return str(self._tokenizer.decode(self._sound(ids), skip_special_tokens=True))
 
     def decode_freely(self, ids: Sequence[int]) -> str:
-        """Like `decode`, but it releases the GIL meanwhile and costs more: for many ids."""
+        """Return the same text as `decode`. It releases the GIL but has more overhead: use it for many ids."""
         (text,) = self._tokenizer.decode_batch([self._sound(ids)], skip_special_tokens=True)
         return str(text)
 
     def _sound(self, ids: Sequence[int]) -> list[int]:
-        """The ids, in which byte tokens that are no UTF-8 have been replaced by those of U+FFFD.
+        """Return the ids with invalid UTF-8 in byte tokens replaced by the byte tokens of U+FFFD.
 
-        Of a run of byte tokens with one fault `tokenizers` decodes every byte to U+FFFD. So whole characters that a
-        stream has sent already would be taken back when an answer ends within the next one.
+        If one byte in a run of byte tokens is invalid, `tokenizers` decodes every byte of the run to U+FFFD. An answer
+        that ends inside a character would then change complete characters that a stream has already sent.
         """
         if len(self._byte_tokens) < 256 or not any(token in self._byte_of for token in ids):
             return list(ids)
         found, run = list[int](), bytearray()
-        for token in self.textual(ids):  # what is left out does not end a run
+        for token in self.textual(ids):  # tokens that `decode` leaves out do not end a run
             if token in self._byte_of:
                 run.append(self._byte_of[token])
                 continue
@@ -130,9 +128,9 @@ class TextTokenizer:
         return [self._byte_tokens[byte] for byte in run.decode("utf-8", "replace").encode()]
 
     def token_text(self, token_id: int) -> tuple[str, bytes]:
-        """One token alone, special tokens included, as logprobs report it: its text and its UTF-8 bytes.
+        """Return the text and the UTF-8 bytes of one token, as log-probabilities report them. Special tokens have both.
 
-        A token that is a part of a character has U+FFFD in its text and the true bytes beside it.
+        A token that is only part of a character has U+FFFD in its text and its true bytes in the second value.
         """
         if self._byte_level or self._spaced:
             raw = self._bytes(token_id)
@@ -141,33 +139,33 @@ class TextTokenizer:
         return text, text.encode()
 
     def textual(self, ids: Iterable[int]) -> list[int]:
-        """The ids that `decode` does not leave out."""
+        """Return the ids without the ids that `decode` leaves out."""
         return [i for i in ids if i not in self._special and self._bytes(i)]
 
     def settled(self, ids: Sequence[int]) -> str:
-        """The text of `textual` ids without an unfinished character at the end, which later tokens may complete."""
+        """Return the text of `textual` ids without an incomplete last character, which later tokens may complete."""
         pending = self._pending_bytes(ids)
         if pending and self._byte_fallback:
-            return self.decode(ids[:-pending])  # there a byte is a token
+            return self.decode(ids[:-pending])  # each pending byte is one token
         text = self.decode(ids)
-        return text[:-1] if pending else text
+        return text[:-1] if pending else text  # the pending bytes are one U+FFFD
 
     def ends_within_character(self, ids: Sequence[int]) -> bool:
-        """Whether the last of `textual` ids leaves a UTF-8 sequence unfinished."""
+        """Return whether the last of `textual` ids leaves a UTF-8 sequence incomplete."""
         return self._pending_bytes(ids) > 0
 
     def _pending_bytes(self, ids: Sequence[int]) -> int:
-        """Length of the unfinished UTF-8 sequence at the end of `ids`, 0 to 3."""
+        """Return the number of bytes of the incomplete UTF-8 sequence at the end of `ids`, 0 to 3."""
         if not ids or not (self._byte_level or self._byte_fallback) or self._bytes(ids[-1])[-1:] < b"\x80":
             return 0
-        # A sequence has at most 4 bytes and a token at least one; where it starts is seen in the bytes themselves.
+        # A UTF-8 sequence has at most 4 bytes and a token at least one, so the last 4 tokens hold its start.
         tail = b"".join(self._bytes(i) for i in ids[-4:])
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         decoder.decode(tail)
         return len(decoder.getstate()[0])
 
     def _bytes(self, token_id: int) -> bytes:
-        """The UTF-8 bytes of one token, a part of a character too; nothing for an id outside the vocabulary."""
+        """Return the UTF-8 bytes of one token, perhaps only part of a character; empty outside the vocabulary."""
         found = self._byte_cache.get(token_id)
         if found is None:
             found = self._byte_cache[token_id] = self._look_up_bytes(token_id)
@@ -184,26 +182,27 @@ class TextTokenizer:
 
 
 class IncrementalDetokenizer:
-    """The text of a sequence as its tokens come, in whole characters.
+    """Returns the text of a sequence as its tokens arrive, in complete characters.
 
-    Joined, what `push` and `finish` return is `decode(prompt + pushed)` without the prompt's own text, however the
-    tokens were split. A character begun by the prompt's last token and finished by the model belongs to the output.
-    A push costs the new tokens and a few before them, never the whole text.
+    The joined results of `push` and `finish` are `decode(prompt + pushed)` without the prompt's text, for any division
+    of the tokens into pushes. A character that the prompt's last token begins and the model completes belongs to the
+    output. A push decodes only a bounded window: the new tokens and the tokens just before them.
     """
 
     def __init__(self, tokenizer: TextTokenizer, prompt_token_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._window: list[int] = []
         at = len(prompt_token_ids)
-        while at and len(self._window) < 2 * CONTEXT_TOKENS:  # special tokens give no context, so look behind them
+        # Special tokens give no context, so read the prompt backwards until enough other tokens are found.
+        while at and len(self._window) < 2 * CONTEXT_TOKENS:
             start = max(0, at - 2 * CONTEXT_TOKENS)
             self._window[:0] = tokenizer.textual(prompt_token_ids[start:at])
             at = start
-        self._sent = 0
+        self._sent = 0  # characters of the window's text that were returned before
         self._cut()
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """The text that these tokens complete; may be empty."""
+        """Return the text that these tokens complete; it may be empty."""
         new = self._tokenizer.textual(token_ids)
         if not new:
             return ""
@@ -218,14 +217,16 @@ class IncrementalDetokenizer:
         return piece
 
     def finish(self) -> str:
-        """What is left at the end: usually nothing, or U+FFFD for a character that was never finished."""
+        """Return the rest of the text. It is usually empty; a character that was never completed gives U+FFFD."""
         text = self._tokenizer.decode(self._window)
         piece = text[self._sent :]
         self._sent = max(self._sent, len(text))
         return piece
 
     def _cut(self) -> None:
-        """Keep the last few tokens, from the start of a character; their finished text counts as sent."""
+        """Keep the last `CONTEXT_TOKENS` tokens, or up to 3 more to start at a complete character. The text of the
+        kept tokens counts as sent, except an incomplete last character.
+        """
         most = len(self._window) - CONTEXT_TOKENS
         if most > 0:
             starts = range(most, max(0, most - 4), -1)
@@ -236,7 +237,7 @@ class IncrementalDetokenizer:
 
 @dataclass(frozen=True, slots=True)
 class StopHit:
-    """A completed stop string; `start` and `end` are characters from the beginning of the fed text."""
+    """A completed stop string; `start` and `end` are its character positions in the fed text."""
 
     stop: str
     start: int
@@ -244,20 +245,23 @@ class StopHit:
 
 
 class StopFinder:
-    """Finds the first stop string that a growing text completes, wherever the pieces are split.
+    """Finds the first stop string that a growing text completes, wherever the text is split into pieces.
 
-    First is the one that ends first; of two that end together, the longer. Each stop string has one matcher (Knuth,
-    Morris, Pratt), so a character costs a constant per stop string and no text is kept.
+    The first stop string is the one that ends first. If two end at the same character, it is the longer of the two.
+    Each stop string has its own Knuth-Morris-Pratt matcher, so a character costs constant amortised time per stop
+    string, and no text is kept.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = sorted((s for s in stops if s), key=len, reverse=True)
         self._borders = [_borders(stop) for stop in self._stops]
-        self._matched = [0] * len(self._stops)
-        self._fed = 0
+        self._matched = [0] * len(self._stops)  # per stop string, the length of its prefix at the end of the fed text
+        self._fed = 0  # characters fed so far
 
     def find(self, piece: str) -> StopHit | None:
-        """Feed the next piece; returns the hit if it completes a stop string. Nothing may be fed after a hit."""
+        """Feed the next piece of text. Return a hit if the piece completes a stop string. Do not call `find` after a
+        hit.
+        """
         if not self._stops:
             self._fed += len(piece)
             return None
@@ -275,17 +279,17 @@ class StopFinder:
         return None
 
     def skip(self, piece: str) -> None:
-        """Pass over text in which no stop string counts."""
+        """Skip text in which stop strings do not count."""
         self._fed += len(piece)
 
     @property
     def held(self) -> int:
-        """How many of the last characters fed may be the beginning of a stop string."""
+        """The number of last characters fed that may be the beginning of a stop string."""
         return max(self._matched, default=0)
 
 
 def _borders(word: str) -> list[int]:
-    """For every prefix of `word`, the length of its longest proper prefix that is also its suffix."""
+    """Return, for every prefix of `word`, the length of its longest proper prefix that is also its suffix."""
     borders = [0] * len(word)
     length = 0
     for at in range(1, len(word)):
@@ -298,7 +302,7 @@ def _borders(word: str) -> list[int]:
 
 
 class StoppedText:
-    """The text of one sequence as a client may see it: whole characters, and never a part of a stop string."""
+    """Returns the text of one sequence that a client may see: complete characters, and no part of a stop string."""
 
     def __init__(
         self,
@@ -309,21 +313,22 @@ class StoppedText:
         min_tokens: int = 0,
         shown: Mapping[int, str] | None = None,
     ) -> None:
-        """In the text of the first `min_tokens` tokens no stop string counts. `shown` are special tokens that stand in
-        the text by these names; stop strings are looked for in the text without them.
+        """Stop strings do not count in the text of the first `min_tokens` tokens. `shown` maps special tokens to the
+        names under which the text shows them; stop strings are searched in the text without these names.
         """
         self._skipped = min_tokens
         self._shown = shown or {}
-        self._names: list[tuple[int, str]] = []  # of special tokens not sent yet, with the characters before them
+        # Names of special tokens that were not sent yet, each with the number of text characters before it.
+        self._names: list[tuple[int, str]] = []
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids)
         self._finder = StopFinder(stops)
         self._include_stop = include_stop
-        self._waiting = ""
+        self._waiting = ""  # text held back, since a stop string may begin in it
         self.hit: StopHit | None = None
-        self.sent = 0  # characters returned so far
+        self.sent = 0  # characters returned so far, without names of special tokens
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """The text that these tokens make safe to show; empty after a stop string."""
+        """Return the text that can be shown after these tokens. It is empty after a stop string."""
         if not self._shown:
             return self._push(token_ids)
         text, run = "", list[int]()
@@ -349,7 +354,7 @@ class StoppedText:
         return self._release(skipped, self._detokenizer.push(ids[len(early) :]), last=False)
 
     def finish(self) -> str:
-        """The rest, held back until now because a stop string might have begun there."""
+        """Return the rest of the text, held back until now because a stop string might have begun in it."""
         return "" if self.hit else self._release("", self._detokenizer.finish(), last=True)
 
     def _release(self, skipped: str, piece: str, last: bool) -> str:
@@ -364,7 +369,7 @@ class StoppedText:
         return self._named(text[:ready]) if self._names else text[:ready]
 
     def _named(self, text: str) -> str:
-        """A text that was just sent, with the names of the special tokens in it."""
+        """Return `text`, which `sent` already counts, with the names of special tokens inserted."""
         begin, found, at = self.sent - len(text), "", 0
         while self._names and self._names[0][0] <= self.sent:
             place, name = self._names.pop(0)

@@ -1,1 +1,1 @@
-"""Commands that work on checkpoints and prompts, and two that talk to a server: chat and status."""
+"""Command-line tools: commands on checkpoints and prompts, and two clients of a server, `chat` and `status`."""

@@ -1,4 +1,4 @@
-"""Answers to chat requests as they come: what one is, and those of a server."""
+"""Streamed answers to chat requests: the protocol, and its implementation for a server."""
 
 from collections.abc import Generator, Mapping
 from contextlib import closing
@@ -10,7 +10,7 @@ from cluster.tools.client import Client, NoAnswerError
 
 @dataclass(frozen=True, slots=True)
 class AnswerPart:
-    """What one step gave an answer. The text may lag behind the tokens, as in `StoppedText`."""
+    """The text and the token count that a step added to an answer. `StoppedText` may hold text back for later steps."""
 
     text: str
     tokens: int
@@ -18,28 +18,28 @@ class AnswerPart:
 
 
 class Answers(Protocol):
-    """Who answers."""
+    """A source of chat answers: a server, or an engine of this process. `name` is shown to the user."""
 
     name: str
 
     def answer(self, body: Mapping[str, Any]) -> Generator[AnswerPart, None, None]:
-        """The runs of one answer; closing it ends the request.
+        """Yield the parts of one answer as they are generated. Closing the generator aborts the request.
 
         Raises:
-            ValueError: the request is refused or fails; one line.
+            ValueError: the request is refused or fails; the message is one line.
             KeyboardInterrupt: Ctrl-C was pressed.
         """
         ...
 
 
 class ServerAnswers:
-    """Answers of a server; of a stream, one chunk is what one step gave."""
+    """Answers of a server. Each chunk of the stream carries the output of one step."""
 
     def __init__(self, client: Client, model: str | None) -> None:
-        """`model` None is the first one that the server has.
+        """`model` is the name of a model. If it is None, the first model that the server lists is used.
 
         Raises:
-            NoAnswerError: the server cannot be reached.
+            NoAnswerError: the server cannot be reached or lists no model.
         """
         self._client = client
         served = [card["id"] for card in client.json("/v1/models").get("data", [])]
@@ -49,7 +49,7 @@ class ServerAnswers:
         self.name = f"{self._model} at {client.url}"
 
     def answer(self, body: Mapping[str, Any]) -> Generator[AnswerPart, None, None]:
-        """See `Answers.answer`."""
+        """Yield the parts of the answer from POST /v1/chat/completions with `stream` on."""
         asked = {**body, "model": self._model, "stream": True, "return_token_ids": True}
         with closing(self._client.events("/v1/chat/completions", asked)) as events:
             for event in events:

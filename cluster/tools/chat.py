@@ -1,7 +1,7 @@
 """`aerie chat`: a conversation in the terminal, with a server or with an engine of this process.
 
-Each step's accepted run has another colour than the one before it, so that speculation can be seen. With a server
-nothing of torch is imported.
+The text of successive steps alternates between two colours, which makes speculation visible. With a server, torch is
+not imported.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from cluster.tools.terminal import Colour, Screen
 
 PROMPT = "> "
 COLOURS: tuple[Colour, Colour] = ("cyan", "magenta")
-SETTINGS = {"temperature": "0.7", "seed": "7", "max_tokens": "256"}  # with an example each
+SETTINGS = {"temperature": "0.7", "seed": "7", "max_tokens": "256"}  # the values are examples for the help text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,12 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Talk until the input ends. Returns 1 where there is no server, or where the input is no terminal and a line of it
-    came to nothing.
+    """Chat until the input ends or /exit. Return 1 if the server cannot be reached. Also return 1 if the input is not a
+    terminal and a line of it failed. Otherwise return 0.
 
     Raises:
         ConfigError: a setting cannot be honoured.
-        ValueError: a field cannot have the value given.
+        ValueError: a request field cannot have the given value.
     """
     talk, screen = Conversation(args.system), Screen()
     for name in SETTINGS:
@@ -68,11 +68,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _answers(args: argparse.Namespace) -> Answers:
-    """Who the flags say will answer.
+    """Return the server or the local engine that the flags name.
 
     Raises:
-        ConfigError: nobody, two, or flags that are for the other one.
-        NoAnswerError: there is no server.
+        ConfigError: neither or both of MODEL and --url are given, or a flag does not go with the given one.
+        NoAnswerError: the server cannot be reached.
     """
     if (args.dir is None) == (args.url is None):
         raise ConfigError("who shall answer? aerie chat MODEL, or aerie chat --url http://127.0.0.1:8000")
@@ -87,7 +87,7 @@ def _answers(args: argparse.Namespace) -> Answers:
 
 
 def _line(typed: bool, screen: Screen) -> str | None:
-    """The next line of the input; None at its end. Ctrl-C drops what was typed so far."""
+    """Return the next input line, or None at the end of the input. Ctrl-C at a terminal discards the line."""
     while True:
         if typed and not screen.is_terminal:
             print(PROMPT, end="", file=sys.stderr, flush=True)
@@ -104,6 +104,7 @@ def _line(typed: bool, screen: Screen) -> str | None:
 
 
 def _obey(line: str, talk: Conversation, screen: Screen) -> bool:
+    """Run a slash command and print its result or error; return whether it succeeded."""
     try:
         screen.line(talk.command(line), "dim")
     except ValueError as error:
@@ -114,7 +115,7 @@ def _obey(line: str, talk: Conversation, screen: Screen) -> bool:
 
 @dataclass(slots=True)
 class PrintedAnswer:
-    """An answer as it grows: its text, and the tokens of each step that gave any."""
+    """The answer printed so far: its text, and the token count of each step that produced tokens."""
 
     text: str = ""
     runs: list[int] = field(default_factory=list)
@@ -122,14 +123,14 @@ class PrintedAnswer:
     began: float = field(default_factory=time.perf_counter)
 
     def add(self, run: AnswerPart) -> None:
-        """Add what the next step gave."""
+        """Append the output of the next step."""
         self.text += run.text
         self.runs += [run.tokens] if run.tokens else []
         self.finish_reason = run.finish_reason or self.finish_reason
 
     def summary(self) -> str:
-        """What the answer was, in one line. The first run ends the prompt; each later one is an accepted path."""
-        tokens, trees = sum(self.runs), self.runs[1:]
+        """Return one line: tokens, accept length, tokens per second, finish reason."""
+        tokens, trees = sum(self.runs), self.runs[1:]  # the first run comes from prefill, each later one from a tree
         length = f"accept length {sum(trees) / len(trees):.2f}, " if trees else ""
         pace = tokens / (time.perf_counter() - self.began)
         end = "stopped" if self.finish_reason is None else f"finished by {self.finish_reason}"
@@ -137,16 +138,16 @@ class PrintedAnswer:
 
 
 def _ask(question: str, talk: Conversation, answers: Answers, screen: Screen) -> bool:
-    """Show the answer to a question as it comes; returns whether there was one. Only then both are said."""
+    """Print the answer as it streams. If there is one, add question and answer to the conversation and return True."""
     answer = PrintedAnswer()
     try:
         with closing(answers.answer(talk.body(question))) as runs:
             for run in runs:
                 colour = COLOURS[len(answer.runs) % 2]
-                answer.add(run)  # before it is shown: Ctrl-C may come in between
+                answer.add(run)  # added before it is shown, because Ctrl-C may come between the two
                 screen.write(run.text, colour)
     except KeyboardInterrupt:
-        if not answer.runs:
+        if not answer.runs:  # otherwise the partial answer is kept
             screen.line("")
             return False
     except ValueError as error:

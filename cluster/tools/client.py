@@ -1,4 +1,4 @@
-"""A server's pages and streams over plain HTTP. Whatever goes wrong is one line."""
+"""An HTTP client for a server's pages and streams. Every error message is one line."""
 
 import argparse
 import json
@@ -10,30 +10,31 @@ from urllib.parse import urlsplit
 
 from cluster.config import ConfigError
 
-KEY = "OPENAI_API_KEY"  # where OpenAI's own clients look
+KEY = "OPENAI_API_KEY"  # the environment variable that OpenAI's own clients read
 PAGE_TIMEOUT_S = 10.0
 STREAM_TIMEOUT_S = 600.0  # a stream pauses while a lost gang restarts
-SHOWN = 200  # characters of an answer that is no envelope
+SHOWN = 200  # characters of an error body to show if it is not a JSON error object
 
 
 class NoAnswerError(ValueError):
-    """The server is not there, or what it says is an error."""
+    """The server cannot be reached, or it answered with an error."""
 
 
 def add_server_arguments(parser: argparse.ArgumentParser, url: str | None) -> None:
-    """Declare the flags; `url` is the default."""
+    """Declare --url, with `url` as its default, and --api-key."""
     parser.add_argument("--url", default=url, help="the server, as http://127.0.0.1:8000")
     parser.add_argument("--api-key", metavar="KEY", help=f"for a server that asks for one (default: {KEY})")
 
 
 class Client:
-    """One server. Each call has a connection of its own."""
+    """A client of one server. Each call opens a connection of its own."""
 
     def __init__(self, url: str, api_key: str | None = None, page_timeout_s: float = PAGE_TIMEOUT_S) -> None:
-        """`url` may end in /v1, as OpenAI's clients have it; without `api_key` it is that of the environment, if any.
+        """`url` may end in /v1, as for OpenAI's clients. If `api_key` is None, the key in the variable `KEY` is used,
+        if set.
 
         Raises:
-            ConfigError: the URL is none.
+            ConfigError: `url` is not an http or https URL.
         """
         parts = urlsplit(url)
         try:
@@ -50,10 +51,10 @@ class Client:
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     def page(self, path: str) -> str:
-        """The answer to GET `path`.
+        """Return the body of GET `path`.
 
         Raises:
-            NoAnswerError: there is none, or it is an error.
+            NoAnswerError: the server cannot be reached, or the status is not 200.
         """
         connection = self._make(*self._place, timeout=self._page_timeout_s)
         try:
@@ -64,10 +65,10 @@ class Client:
             connection.close()
 
     def json(self, path: str) -> dict[str, Any]:
-        """The object that GET `path` answers.
+        """Return the JSON object that GET `path` answers.
 
         Raises:
-            NoAnswerError: as `page`, or it is no JSON object.
+            NoAnswerError: for the reasons of `page`, or because the body is not a JSON object.
         """
         try:
             found = json.loads(self.page(path))
@@ -78,14 +79,14 @@ class Client:
         return found
 
     def events(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
-        """The events of the stream that POST `path` answers. Closing it closes the connection, which ends the request.
+        """Yield the events of the stream that POST `path` answers. Closing the generator aborts the request.
 
         Raises:
-            NoAnswerError: there is no stream, it ends early, or one of its events is an error.
+            NoAnswerError: the request fails, the stream ends early, or one of its events is an error.
         """
         connection = self._make(*self._place, timeout=self._page_timeout_s)
         try:
-            connection.connect()
+            connection.connect()  # under the short timeout; the stream itself may pause for longer
             connection.sock.settimeout(STREAM_TIMEOUT_S)
             for line in self._answer(connection, "POST", path, json.dumps(body)):
                 if line.startswith(b"data: [DONE]"):

@@ -1,4 +1,4 @@
-"""A conversation as the client of a chat keeps it: messages and settings, and the words that change them."""
+"""The client side of a chat: its messages, its request settings, and the slash commands that change them."""
 
 import json
 from typing import Any
@@ -20,7 +20,7 @@ Ctrl-C stops an answer. A line that begins with a space may begin with a slash a
 
 
 class Conversation:
-    """What was said, what the model is told first (`system`), and the `settings` of each request."""
+    """The messages so far, the system message (`system`), and the request fields to send each time (`settings`)."""
 
     def __init__(self, system: str = "") -> None:
         self.system = system
@@ -28,19 +28,19 @@ class Conversation:
         self._said: list[dict[str, str]] = []
 
     def body(self, question: str) -> dict[str, Any]:
-        """The request that asks `question`."""
+        """Return the body of the request that asks `question`."""
         told = [{"role": "system", "content": self.system}] if self.system else []
         return {**self.settings, "messages": [*told, *self._said, {"role": "user", "content": question}]}
 
     def answered(self, question: str, answer: str) -> None:
-        """Both are said now."""
+        """Append a question and its answer to the messages."""
         self._said += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
     def command(self, line: str) -> str:
-        """Do what a line that begins with a slash says; returns what to tell the user.
+        """Run a slash command; return the text to show to the user.
 
         Raises:
-            ValueError: there is no such command, or no such field or value.
+            ValueError: the command or the field is unknown, or the field cannot have this value.
         """
         word, _, rest = line.partition(" ")
         if word == "/set":
@@ -58,10 +58,11 @@ class Conversation:
         raise ValueError(f"there is no command {word!r}; /help lists them")
 
     def set(self, name: str, value: str) -> None:
-        """Set a field of the requests to a value in JSON, or to a text; an empty value removes it.
+        """Set a request field. `value` is parsed as JSON; if it is not JSON, it is used as text. An empty value removes
+        the field.
 
         Raises:
-            ValueError: there is no such field, or it cannot have this value.
+            ValueError: the field is unknown, belongs to the chat itself, or cannot have this value.
         """
         if not value:
             self.settings.pop(name, None)

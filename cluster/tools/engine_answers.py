@@ -1,6 +1,6 @@
-"""Answers of an engine in this process.
+"""Chat answers of an engine in this process.
 
-The body of a request is that of /v1/chat/completions and is read by the code of that route, so both say the same.
+Requests have the body of /v1/chat/completions and are parsed by that route's code, so a server gives the same answer.
 """
 
 import argparse
@@ -21,13 +21,13 @@ from cluster.tools.local_engine import engine_of
 
 
 class EngineAnswers:
-    """See `cluster.tools.answers.Answers`."""
+    """The `Answers` of an engine in this process."""
 
     def __init__(self, engine: Engine) -> None:
-        """Read the tokenizer and the chat template beside the target.
+        """Read the tokenizer and the chat template from the target's folder.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: the folder has no tokenizer or no chat template.
         """
         info = engine.info()
         path = info.config.model_path
@@ -43,7 +43,7 @@ class EngineAnswers:
         self.name = f"{path}, {drafts}, {info.dtype} on {info.device}"
 
     def answer(self, body: Mapping[str, Any]) -> Generator[AnswerPart, None, None]:
-        """See `Answers.answer`; a step of the engine is never cut short."""
+        """Yield the parts of the answer, one step at a time. Ctrl-C takes effect after the current step."""
         with interrupt_held() as held:
             [choice] = self._understood(body).choices
             with closing(steps(self._engine, [choice.request])) as taken:
@@ -64,7 +64,7 @@ class EngineAnswers:
 
 
 def engine_answers(args: argparse.Namespace) -> EngineAnswers:
-    """Answers of the engine that the flags of `aerie chat` ask for.
+    """Build the engine that the flags of `aerie chat` describe, and return its `Answers`.
 
     Raises:
         ConfigError: a setting cannot be honoured, or the model cannot chat.

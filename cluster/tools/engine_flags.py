@@ -1,4 +1,4 @@
-"""The flags of commands that run an engine of their own, as settings; without torch."""
+"""The flags of commands that run their own engine, and their conversion to settings. Does not import torch."""
 
 import argparse
 
@@ -12,7 +12,7 @@ TREE = (
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags."""
+    """Declare the engine's flags."""
     parser.add_argument(
         "--draft",
         metavar="DRAFT",
@@ -31,21 +31,20 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 PLAIN = ("dtype", "kv_cache_dtype", "page_size", "context_length")
-"""Flags that are settings of the same name."""
+"""Flags whose name equals the setting's name."""
 
 
 def engine_flags_given(args: argparse.Namespace) -> list[str]:
-    """Those of the flags that are on the command line."""
+    """Return the engine flags that are on the command line."""
     names = ("draft", *(flag for flag, _, _ in TREE), "no_speculation", *PLAIN)
     return [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) not in (None, False)]
 
 
 def engine_settings(args: argparse.Namespace, model: str) -> dict[str, object]:
-    """The engine's settings for the target in folder `model`, or of that name on a hub, as `EngineConfig.from_kwargs`
-    takes them.
+    """Return the arguments of `EngineConfig.from_kwargs`. `model` is the target: a folder, or a name on a hub.
 
     Raises:
-        ConfigError: flags that do not go together.
+        ConfigError: flags of the tree are given without --draft.
     """
     plain = {name: getattr(args, name) for name in PLAIN}
     settings: dict[str, object] = {"model_path": model} | {k: v for k, v in plain.items() if v is not None}

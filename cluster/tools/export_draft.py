@@ -1,8 +1,8 @@
-"""`aerie export-draft`: an EAGLE-3 draft written in another dialect (the checkpoint format of another tool).
+"""`aerie export-draft`: write an EAGLE-3 draft in another dialect (the checkpoint format of another tool).
 
-Weights are copied bit for bit, and so is the draft's sample, which holds in every dialect. Layers that do nothing
-(zeros in both output projections) may be appended, with the inputs that later layers have in the dialect. A draft that
-the dialect cannot express is refused.
+Weights are copied bit for bit. The draft's sample is copied too, because it is valid in every dialect. Idle layers
+(both output projections zero) may be appended. Their inputs are those that the dialect gives to all layers after the
+first. A draft that the dialect cannot express is refused.
 """
 
 import argparse
@@ -28,9 +28,9 @@ ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 
 
 def export_draft(folder: str, target: str, dialect: str, out: str, layers: int | None = None) -> DraftSpec:
-    """Write the draft in `folder` for `target` to the new folder `out`; returns its spec as read from there.
+    """Write the draft in `folder` for `target` to the new folder `out`; return its spec as read back from `out`.
 
-    Where `layers` is more than the draft has, layers that do nothing are appended.
+    If `layers` is more than the draft's number of layers, idle layers are appended.
 
     Raises:
         ConfigError: the draft cannot be expressed in this dialect, or `out` is not empty.
@@ -65,7 +65,7 @@ def export_draft(folder: str, target: str, dialect: str, out: str, layers: int |
 
 
 def _may_say(spec: DraftSpec, dialect: str, meaning: str, count: int, folder: str, target_layers: int) -> None:
-    """Raise a ConfigError that names what the dialect cannot express, if there is anything."""
+    """Raise a ConfigError if the dialect cannot express the draft; the message names every such property."""
     lost = []
     if dialect != "speculators":
         if 0 in spec.aux_boundaries:
@@ -86,7 +86,9 @@ def _may_say(spec: DraftSpec, dialect: str, meaning: str, count: int, folder: st
 
 
 def idle_layer(tensors: dict[str, Tensor], index: int, meaning: str, hidden: int) -> dict[str, Tensor]:
-    """A layer that adds nothing: the first one's weights, with both output projections zero."""
+    """Return a layer that adds nothing: layer 0 with both output projections zero. `meaning` names its inputs, as in
+    `DIALECTS`.
+    """
     made: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if not name.startswith("layers.0."):
@@ -95,7 +97,7 @@ def idle_layer(tensors: dict[str, Tensor], index: int, meaning: str, hidden: int
         if part == "hidden_norm.weight" and meaning == "input_layernorm":
             continue
         if part.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")) and meaning != "pair":
-            tensor = tensor[:, hidden:]
+            tensor = tensor[:, hidden:]  # layer 0 reads [embedding, hidden]; later layers read hidden alone
         silent = part.startswith(("self_attn.o_proj", "mlp.down_proj"))
         made[f"layers.{index}.{part}"] = torch.zeros_like(tensor) if silent else tensor.clone()
     return made
@@ -128,6 +130,7 @@ def _flags(spec: DraftSpec) -> Config:
 
 
 def _outputs(spec: DraftSpec) -> list[int]:
+    """Return the aux layers by output: boundary j (the input of layer j) is the output of layer j - 1."""
     return [boundary - 1 for boundary in spec.aux_boundaries]
 
 
@@ -188,7 +191,9 @@ DIALECTS: dict[str, tuple[str, Callable[[DraftSpec], Config]]] = {
     "speculators": ("input_layernorm", _speculators),
     "deepspec": ("pair", _deepspec),
 }
-"""Per dialect: what later layers take as input, and the function that writes its config."""
+"""For each dialect: the input of layers after the first, and the function that makes the config. The input is named by
+the norm of the hidden state, or it is `pair`: embedding and hidden state.
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -201,7 +206,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Export and say what was written."""
+    """Export the draft and print what was written."""
     draft, target = folder_of(args.draft), folder_of(args.target, weights=False)
     spec = export_draft(draft, target, args.dialect, args.out, args.layers)
     print(f"{args.out}: {spec.dialect}, {spec.num_layers} layer(s), boundaries {list(spec.aux_boundaries)}")

@@ -1,4 +1,4 @@
-"""`aerie generate`: one prompt through the engine, without Ray, printed as the steps give it."""
+"""`aerie generate`: run one prompt through an engine without Ray, and print the text of each step."""
 
 import argparse
 import json
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Generate, and print what each step gives; returns 1 when the model failed on the way.
+    """Generate, and print the output of each step. Return 1 if the request failed while it ran, else 0.
 
     Raises:
         ConfigError: a setting cannot be honoured.
@@ -100,22 +100,22 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _words(output: SequenceOutput, text: StoppedText) -> str:
-    """The text that one output completes, cut as the REST layer cuts it: without the token that ended the request."""
+    """Return the new text of one output, without the stop token, as the REST API cuts it."""
     by_token = output.finish_reason == "stop" and isinstance(output.stop_reason, int)
     piece = text.push(output.token_ids[:-1] if by_token else output.token_ids)
     return piece if output.finish_reason is None else piece + text.finish()
 
 
 def _numbers(output: SequenceOutput, begun: bool) -> str:
-    """The token ids of one output, of a list joined by commas that has `begun` before."""
+    """Return the token ids of one output, joined by commas. If the printed list has `begun`, a comma comes first."""
     return "".join(f",{token}" for token in output.token_ids).removeprefix("" if begun else ",")
 
 
 def _model_and_text(args: argparse.Namespace) -> tuple[str, str | None]:
-    """The target's folder or name on a hub and the prompt's text, each given once, as an argument or as an option.
+    """Return the target (a folder or a name on a hub), and the prompt's text or None if --prompt-token-ids is given.
 
     Raises:
-        ConfigError: one is missing or given twice.
+        ConfigError: the model or the prompt is missing or given twice.
     """
     words = [word for word in (args.dir, args.text) if word is not None]
     if args.model is not None and len(words) == 2:

@@ -1,8 +1,8 @@
-"""`aerie inspect`: what a checkpoint is and how it would be served, from its headers alone; no weight is read. Of a
-model of a hub the headers are read by range requests, and the weights are not downloaded.
+"""`aerie inspect`: describe a checkpoint and how it would be served, from configs and tensor headers. No weight is
+read. The headers of a model on a hub are read by range requests, so its weights are not downloaded.
 
-A target alone is described without torch, whose import takes longer than all the rest. A draft, several ranks, single
-tensors, quantised weights and problems are described by the code that loads them, on torch's meta device.
+A target alone is described without torch, whose import takes longer than everything else. A draft, several ranks, the
+list of tensors, quantised weights and problems need the loading code, run on torch's meta device.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from cluster.config import CACHES, ConfigError
 from cluster.tools.overrides import add_override_argument, overrides_of
 from cluster.tools.summary import ASSUMED_DEVICE, Report, summary
 
-DRIVERS = ("/dev/nvidiactl", "/dev/dxg")  # of NVIDIA on Linux, and in Windows' subsystem for it
+DRIVERS = ("/dev/nvidiactl", "/dev/dxg")  # device files of NVIDIA's driver: Linux, and Windows Subsystem for Linux
 UNSHOWN = ("tensors", "spec", "choices", "doubts", "folder", "quantised")
 
 
@@ -48,16 +48,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what was found; returns 1 when it cannot be served.
+    """Print the report. Return 1 if the model cannot be served, else 0.
 
     Raises:
-        ConfigError: flags that do not go together.
+        ConfigError: an override is wrong, or a flag of the draft is given without --draft.
     """
     overrides = overrides_of(args.draft_override)
     if args.draft is None and (overrides or args.token_map):
         raise ConfigError("--draft-override and --token-map apply to a draft; give --draft as well")
     with ExitStack() as stack:
-        shown: dict[str, str] = {}  # the names of models of a hub by the folders that stand for them
+        shown: dict[str, str] = {}  # temporary folder of headers -> name of the model on a hub
         try:
             folders = [_folder_of(given, stack, shown) for given in (args.path, args.draft)]
         except ConfigError as error:
@@ -76,14 +76,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def gpu_here() -> bool:
-    """Whether this machine serves on a GPU. torch, which knows, is imported only where there is a driver of one."""
+    """Return whether this machine has a GPU to serve on. torch is imported only if a driver's device file exists."""
     if not any(Path(driver).exists() for driver in DRIVERS):
         return False
     return bool(importlib.import_module("torch").cuda.is_available())
 
 
 def _report(args: argparse.Namespace, overrides: dict[str, Any] | None, device: str) -> Report:
-    """The report for a device, without torch where that is possible."""
+    """Return the report for a device, without importing torch if possible."""
     if args.draft is None and args.tp == args.dp == args.ep == 1 and not args.tensors and not args.json:
         report = summary(args.path, args.dtype, device, args.kv_cache_dtype)
         if report is not None:
@@ -96,7 +96,7 @@ def _report(args: argparse.Namespace, overrides: dict[str, Any] | None, device: 
 
 
 def _here(here: Report, report: Report) -> dict[str, Any]:
-    """The memory in the report for this machine, and what else it says otherwise: quantised weights, problems."""
+    """Return the memory in `here`, and its quantised weights and its problems if they differ from those in `report`."""
     found = dict(here.memory)
     for name, one, two in (("target", here.target, report.target), ("draft", here.draft or {}, report.draft or {})):
         if one.get("quantised") != two.get("quantised"):
@@ -107,11 +107,11 @@ def _here(here: Report, report: Report) -> dict[str, Any]:
 
 
 def _folder_of(given: str | None, stack: ExitStack, shown: dict[str, str]) -> str | None:
-    """The folder `given`, or one that has the configs and headers of the model of that name on a hub until `stack` is
-    closed; what to call that folder is added to `shown`.
+    """Return `given` if it is a folder or None. If it is the name of a model on a hub, return a temporary folder with
+    the model's configs and headers. The folder exists until `stack` is closed. Add the folder and the name to `shown`.
 
     Raises:
-        ConfigError: it is not to be had.
+        ConfigError: the model cannot be read from the hub.
     """
     model = None if given is None else hub_model(given)
     if model is None:
@@ -123,7 +123,7 @@ def _folder_of(given: str | None, stack: ExitStack, shown: dict[str, str]) -> st
 
 
 def _named(report: Report, shown: dict[str, str]) -> Report:
-    """The report with the names of models in place of the folders that stood for them."""
+    """Return the report with temporary folders replaced by the names of their models."""
     if not shown:
         return report
     text = json.dumps(asdict(report), ensure_ascii=False)
@@ -161,5 +161,5 @@ def _print(report: Report, tensors: bool) -> None:
 
 
 def _shown(value: object) -> str:
-    """A number with commas between thousands, anything else as it is."""
+    """Return an integer with commas between thousands, and any other value as `str`."""
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

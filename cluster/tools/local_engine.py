@@ -1,4 +1,4 @@
-"""The engine of commands that run a model in their own process."""
+"""Build the engine of a command that runs a model in its own process."""
 
 import argparse
 
@@ -9,7 +9,7 @@ from cluster.tools.engine_flags import engine_settings
 
 
 def engine_of(args: argparse.Namespace, model: str) -> Engine:
-    """The engine that the flags ask for, with the target in folder `model` or of that name on a hub.
+    """Return the engine that the flags describe. `model` is the target: a folder, or a name on a hub.
 
     Raises:
         ConfigError: a setting cannot be honoured.

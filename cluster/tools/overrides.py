@@ -1,4 +1,4 @@
-"""`--draft-override FACT=VALUE`: `speculative_draft_overrides` on a command line."""
+"""`--draft-override FACT=VALUE`: the command-line form of the setting `speculative_draft_overrides`."""
 
 import argparse
 from typing import Any
@@ -7,17 +7,17 @@ from cluster.config import DRAFT_FACTS, ConfigError
 
 
 def add_override_argument(parser: argparse.ArgumentParser) -> None:
-    """Declare the flag."""
+    """Declare --draft-override."""
     parser.add_argument(
         "--draft-override", action="append", default=[], metavar="FACT=VALUE", help=f"one of {', '.join(DRAFT_FACTS)}"
     )
 
 
 def overrides_of(words: list[str]) -> dict[str, Any]:
-    """`fact=value` words as `speculative_draft_overrides`.
+    """Return `fact=value` arguments as a value of `speculative_draft_overrides`.
 
     Raises:
-        ConfigError: an unknown fact, or a value that it does not take.
+        ConfigError: a fact is unknown or does not take the value.
     """
     made: dict[str, Any] = {}
     for word in words:

@@ -1,7 +1,9 @@
-"""`aerie probe-draft`: which reading of a draft is accepted most, where its tensors leave more than one possible.
+"""`aerie probe-draft`: find the reading of a draft with the highest accept length. A reading is one way to interpret
+the draft's tensors, if the tensors allow several.
 
-Each value of each fact is tried on a few short prompts, sampled with fixed seeds, so that all readings draft for the
-same text. A value other than that of the draft's config or format is recommended only if better by `MARGIN`.
+Each value of each fact that the tensors do not settle is tried on a few short prompts with fixed seeds, so all readings
+draft for the same text. A value that differs from the draft's config or format is recommended only if its accept length
+is higher by the factor `MARGIN`.
 """
 
 import argparse
@@ -29,12 +31,15 @@ PROMPTS = (
 NEW_TOKENS = 64
 NUM_STEPS = 4
 MARGIN = 1.04
-"""Factor in accept length by which another value must be better. The demo draft's moves by up to 2%, in either
-direction, between readings that differ by one aux layer."""
+"""Another value is used only if its accept length is more than `MARGIN` times the best so far. The demo draft's accept
+length changes by up to 2%, up or down, between readings that differ by one aux layer.
+"""
 
 
 class Reading(NamedTuple):
-    """A draft read with `overrides`: its mean accept length, or the error where it cannot be read in this way."""
+    """The result of reading the draft with `overrides`: the mean accept length, or the error if the draft cannot be
+    read.
+    """
 
     overrides: dict[str, Any]
     accept_length: float
@@ -42,11 +47,12 @@ class Reading(NamedTuple):
 
 
 def probe_draft(draft: str, target: str, algorithm: str | None, say: Callable[[Reading], None]) -> dict[str, Any]:
-    """The overrides to set: the facts where another value than that of the draft's config or format is better by
-    `MARGIN`. Facts are tried one by one, each starting from the best reading so far; every reading goes to `say`.
+    """Return the overrides to set: values that differ from the draft's config or format and have a higher accept length
+    by the factor `MARGIN`. Facts are tried one by one, starting from the best reading so far. `say` is called with
+    every reading.
 
     Raises:
-        ConfigError: the pair cannot be served or has no tokenizer, or the draft has a sample, which is more certain.
+        ConfigError: the pair cannot be served or has no tokenizer, or the draft has a sample, which settles its facts.
     """
     config = fetch(EngineConfig.from_kwargs(settings_of(draft, target, algorithm)))
     target, draft = config.model_path, config.speculative_draft_model_path or draft
@@ -68,7 +74,7 @@ def probe_draft(draft: str, target: str, algorithm: str | None, say: Callable[[R
 
 
 def _read(draft: str, target: str, algorithm: str | None, overrides: dict[str, Any]) -> tuple[Reading, dict[str, Any]]:
-    """One reading, and the values of its facts."""
+    """Generate with the draft read by `overrides`; return the reading and the value of each of its facts."""
     settings = settings_of(draft, target, algorithm) | {
         "max_running_requests": len(PROMPTS),
         "context_length": 2 * NEW_TOKENS + 64,
@@ -99,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print every reading and what to set."""
+    """Print every reading, and the setting to make."""
     readings: list[Reading] = []
 
     def say(reading: Reading) -> None:

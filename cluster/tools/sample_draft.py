@@ -1,4 +1,6 @@
-"""`aerie sample-draft`: writes a draft's output on a few tokens into its folder, for every later load to check."""
+"""`aerie sample-draft`: write a draft's output on a few tokens into its folder. Every later load compares its output
+with this sample.
+"""
 
 import argparse
 import json
@@ -15,23 +17,23 @@ from cluster.spec.inputs import EagleDraftInput
 from cluster.tools.overrides import add_override_argument, overrides_of
 
 TOKENS = 24
-CLEAR = math.log(0.55)  # a probability of half, and a margin for rounding
+CLEAR = math.log(0.55)  # a probability above one half, with a margin for rounding
 TEXT = "def walk(path):\n    for name in sorted(os.listdir(path)):\n        yield os.path.join(path, name)\n" * 2
 
 
 def settings_of(draft: str, target: str, algorithm: str | None) -> dict[str, object]:
-    """The engine settings that name a target and its draft."""
+    """Return the engine settings that name a target, its draft and the speculative algorithm."""
     return {"model_path": target, "speculative_algorithm": algorithm, "speculative_draft_model_path": draft}
 
 
 def sample_draft(
     draft: str, target: str, algorithm: str | None, dtype: str = "float32", overrides: dict[str, Any] | None = None
 ) -> list[int]:
-    """Write `draft_sample.json` into the folder of `draft`; returns the tokens of the sample. That `target` and
-    `overrides` are right for this draft must be known.
+    """Write `draft_sample.json` into the folder `draft`; return the tokens of the sample. `target` and `overrides` must
+    be known to be right for this draft: a sample from a wrong reading would confirm the wrong reading.
 
     Raises:
-        ConfigError: `draft` is no folder, there is a sample already, or the pair cannot be served.
+        ConfigError: `draft` is not a folder, a sample exists already, or the pair cannot be served.
     """
     check_folder(draft)
     file = Path(draft) / FILE
@@ -54,8 +56,9 @@ def sample_draft(
 
 
 def clearest(sample_draft: Callable[[tuple[int, ...]], EagleDraftInput], tokens: Sequence[int]) -> Sample:
-    """The draft's output after `tokens`, or after the beginning of them (at least half) whose next token is clearest:
-    one with more than half of the probability has no rival that the rounding of another machine could prefer.
+    """Return the draft's output after the longest prefix of `tokens` (more than half of them) whose next token is
+    clear. A token is clear if its log-probability is above `CLEAR`: it then stays the likeliest under another machine's
+    rounding. If no next token is clear, the prefix with the likeliest next token is used.
     """
     best: Sample | None = None
     for count in range(len(tokens), len(tokens) // 2, -1):
@@ -84,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the sample and say so."""
+    """Write the sample and print its file."""
     overrides = overrides_of(args.draft_override)
     tokens = sample_draft(args.draft, args.target, args.algorithm, args.dtype, overrides)
     print(f"{Path(args.draft) / FILE}: the output of {args.draft} after {len(tokens)} tokens of {args.target}")

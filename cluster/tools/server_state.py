@@ -1,4 +1,4 @@
-"""What a server does now, from its /server_info and /metrics pages; JSON-ready."""
+"""The current state of a server, from its /server_info and /metrics pages, as JSON-ready values."""
 
 import time
 from typing import Any
@@ -7,13 +7,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.tools.client import Client, NoAnswerError
 
-REMEMBERED_S = 15.0  # a gang that no page was of for so long is gone
+REMEMBERED_S = 15.0  # a gang is dropped if no /server_info page has described it for this long
 RANK_FACTS = ("step", "phase", "running", "waiting", "accept_length")
 
 
 class ServerWatch:
-    """Looks at one server again and again. Of several replicas any one answers /server_info, so gangs are remembered;
-    /metrics is the sum over all.
+    """Polls one server. If there are several replicas, /server_info describes the gang of one of them, so the watch
+    remembers the gangs of earlier answers. /metrics covers all replicas.
     """
 
     def __init__(self, client: Client) -> None:
@@ -22,11 +22,11 @@ class ServerWatch:
         self._before: tuple[float, dict[str, float]] | None = None
 
     def look(self) -> dict[str, Any]:
-        """The server's state now. Rates and the accept length are those since the last look; None where there was none,
-        or nothing was drafted.
+        """Return the server's state. Tokens per second and accept length cover the time since the last call. Both are
+        None at the first call. The accept length is also None if nothing was drafted.
 
         Raises:
-            NoAnswerError: there is no server.
+            NoAnswerError: the server cannot be reached, or it is not Aerie.
         """
         info = self._client.json("/server_info")
         if "healthy" not in info:
@@ -44,7 +44,7 @@ class ServerWatch:
             "url": self._client.url,
             "model": info.get("model_id"),
             "version": info.get("version"),
-            # a sum over replicas falls when one of them leaves
+            # the sum over replicas falls when a replica ends
             "tokens_per_second": max(0.0, tokens) / (now - then) if now > then else None,
             "accept_length": 1.0 + accepted / drafts if drafts > 0 and accepted >= 0 else None,
             "streaming": int(sums.get("aerie_open_requests/streaming", 0)),
@@ -57,7 +57,9 @@ class ServerWatch:
 
 
 def totals(page: str) -> dict[str, float]:
-    """The sums of the series of a Prometheus page over their labels; those with a `state` by `name/state`."""
+    """Sum each metric of a Prometheus page over its labels. The keys are `name`, or `name/state` if a sample has the
+    label `state`.
+    """
     sums: dict[str, float] = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
@@ -67,7 +69,7 @@ def totals(page: str) -> dict[str, float]:
 
 
 def gang_of(info: dict[str, Any]) -> dict[str, Any]:
-    """The state of one gang from its /server_info; a rank without a heartbeat is `silent`."""
+    """Return the state of one gang from its /server_info. A rank without a heartbeat is `silent`."""
     beats = {beat["rank"]: beat for beat in info.get("ranks", [])}
     return {
         "gang": info.get("gang", ""),

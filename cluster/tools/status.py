@@ -1,4 +1,4 @@
-"""`aerie status`: what a server does, in a table that redraws itself every second."""
+"""`aerie status`: a table of a server's state, redrawn every second."""
 
 import argparse
 import json
@@ -30,10 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Watch until Ctrl-C, or print once. Returns 1 for `--once` where there is no server.
+    """Redraw the table until Ctrl-C, or print it once. Return 1 if `--once` is given and the server cannot be reached.
 
     Raises:
-        ConfigError: the URL is none.
+        ConfigError: the URL is invalid.
     """
     watch, screen = ServerWatch(Client(args.url, args.api_key, TIMEOUT_S)), Screen()
     try:
@@ -68,7 +68,7 @@ def _show(state: dict[str, Any], as_json: bool, screen: Screen) -> None:
 
 
 def lines_of(state: dict[str, Any]) -> list[Line]:
-    """The lines of the table, each with its colour."""
+    """Return the lines of the table, each with its colour."""
     names = ("streaming", "waiting", "losses", "restarts", "resumed_streams")
     figures = (
         f"{_figure(state['tokens_per_second'], 1)} tokens/s",
@@ -109,7 +109,7 @@ def _loss(loss: dict[str, Any]) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of cells as lines, the cells aligned to the right."""
+    """Return rows of cells as lines, with each column aligned to the right."""
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 

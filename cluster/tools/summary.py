@@ -1,4 +1,4 @@
-"""What a target is and how much memory it takes, from its config and the headers of its files; without torch."""
+"""A target's properties and memory, from its config and the headers of its files. Does not import torch."""
 
 import re
 from dataclasses import dataclass, field
@@ -12,13 +12,13 @@ from cluster.arch.safetensors.tensors import ATTENTION_SCALES, check_tensors, ta
 from cluster.arch.target import TargetArch
 from cluster.config import ConfigError
 
-ASSUMED_DEVICE = "cuda"  # for estimates made without an engine: only torch could tell whether there is a GPU
+ASSUMED_DEVICE = "cuda"  # for estimates without an engine: only torch could tell whether there is a GPU
 
 
 @dataclass(slots=True)
 class Report:
-    """What was found about a target and its draft; they can be served if `problems` is empty. `here` is the memory on
-    this machine, and what else differs on it, where the report itself is for a GPU that it does not have.
+    """A report on a target and its draft. They can be served if `problems` is empty. If the report is for a GPU and
+    this machine has none, `here` has the memory on this machine, and all other facts that differ on this machine.
     """
 
     target: dict[str, Any] = field(default_factory=dict)
@@ -30,7 +30,7 @@ class Report:
 
 
 def described(folder: str, arch: TargetArch) -> dict[str, Any]:
-    """The facts of a target, JSON-ready."""
+    """Return a target's sizes, dtype and files, as JSON-ready values."""
     held = stored_tensors(folder)
     return {
         "folder": folder,
@@ -47,7 +47,7 @@ def described(folder: str, arch: TargetArch) -> dict[str, Any]:
 
 
 def features_of(arch: TargetArch) -> dict[str, Any]:
-    """What kind of layers a target has, JSON-ready."""
+    """Return the features of a target (attention, experts, windows, tied embeddings), as JSON-ready values."""
     return {
         "speculation": None,
         "attention": "latent" if arch.layer.latent else "grouped",
@@ -58,8 +58,8 @@ def features_of(arch: TargetArch) -> dict[str, Any]:
 
 
 def summary(folder: str, dtype: str = "auto", device: str = ASSUMED_DEVICE, cache: str = "auto") -> Report | None:
-    """The report on a good target, served by one rank with a `cache` (`kv_cache_dtype`); None for one with problems,
-    quantised weights or scales.
+    """Return the report on a target served by one rank. `cache` is the setting `kv_cache_dtype`. Return None if the
+    target has problems, quantised weights or attention scales: those need the loading code (`tensor_report`).
     """
     try:
         arch = read_target(folder)

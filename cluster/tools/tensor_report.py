@@ -1,6 +1,6 @@
-"""What a checkpoint is and how it would be served, tensor by tensor, from its headers alone; no weight is read.
+"""A report on a checkpoint, tensor by tensor, and how it would be served; only headers are read, no weights.
 
-The models are built on the meta device by the same code that loads them, so the report says what loading would do.
+The loading code builds the models on torch's meta device, so the report says exactly what loading would do.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,7 +16,6 @@ from cluster.arch.draft.sample import read_sample
 from cluster.arch.dtypes import compute_dtype
 from cluster.arch.layer import experts_of
 from cluster.arch.resolve import check_parts
-from cluster.attention.bind import pool_bytes
 from cluster.config import ConfigError
 from cluster.config.tree_shape import DEFAULT_NUM_STEPS
 from cluster.distributed.mesh import Shard
@@ -25,6 +24,7 @@ from cluster.kernels import c_quantised
 from cluster.kernels.interface import Stack, Weight
 from cluster.kernels.quantised import Quantised
 from cluster.kernels.torch_kernels import TorchKernels
+from cluster.kv.pool import pool_bytes
 from cluster.models.checkpoint import Checkpoint, Matrix
 from cluster.models.context import WHOLE, ModelContext, Sharding, where_experts_are
 from cluster.models.formats import place_of
@@ -42,7 +42,7 @@ Settings = tuple[dict[str, Any] | None, str | None]  # `speculative_draft_overri
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """One tensor: the part of the model that takes it, its file, and how many numbers of it one rank holds."""
+    """One tensor: the part of the model that it goes to, its file, and how many of its elements one rank holds."""
 
     name: str
     goes_to: str
@@ -53,7 +53,7 @@ class Placed:
 
 
 class TensorRecorder(Checkpoint):
-    """A checkpoint without data that records every tensor taken, and goes on after a problem so that all are found."""
+    """A checkpoint without data that records every tensor taken, and continues after a problem to find all of them."""
 
     def __init__(self, folder: str, stored_name: Any, ignored: tuple[str, ...]) -> None:
         super().__init__(folder, stored_name, ignored, dry=True)
@@ -69,7 +69,9 @@ class TensorRecorder(Checkpoint):
         expert: int | None = None,
         device: torch.device | None = None,
     ) -> Matrix:
-        """The tensor without data; a wrong or missing one is recorded, and one of the right shape returned instead."""
+        """Return the tensor without data. If it is missing or wrong, record the problem and return a tensor of the
+        right shape.
+        """
         try:
             cut = super().matrix(name, shape, rows, columns, expert)
         except ConfigError as error:
@@ -87,18 +89,20 @@ class TensorRecorder(Checkpoint):
         return cut
 
     def elsewhere(self, name: str, shape: tuple[int, ...]) -> None:
-        """Record it as held by another rank."""
+        """Record that another rank holds this tensor: this rank holds 0 of its elements."""
         super().elsewhere(name, shape)
         if self.placed and self.placed[-1].goes_to == name:
             self.placed[-1] = replace(self.placed[-1], numbers=0)
 
     def bytes_in(self, dtype: torch.dtype) -> int:
-        """What the tensors taken are in memory: those that stay packed as they are, the others in `dtype`."""
+        """Return the bytes of the taken tensors: packed tensors (in `tally`) with their own size, the others in
+        `dtype`.
+        """
         numbers = sum(placed.numbers for placed in self.placed) - self.tally.numbers
         return numbers * dtype.itemsize + self.tally.nbytes
 
     def finish(self) -> list[str]:
-        """Record the tensors that no part of the model took."""
+        """Record the tensors that no part of the model took as a problem."""
         try:
             return super().finish()
         except ConfigError as error:
@@ -107,18 +111,18 @@ class TensorRecorder(Checkpoint):
 
 
 class OnCpu(TorchKernels):
-    """Keeps quantised weights as the kernels in C do, for models without data."""
+    """Packs quantised weights as the kernels in C do, for models without data on a CPU."""
 
     def keeps(self, matrix: Quantised, dtype: torch.dtype) -> bool:
-        """See `Kernels.keeps`."""
+        """Return whether the kernels in C keep this format quantised."""
         return c_quantised.knows(matrix)
 
     def quantised(self, matrix: Quantised, dtype: torch.dtype) -> Weight:
-        """See `Kernels.quantised`."""
+        """Return a weight packed as for the kernels in C; it cannot be multiplied."""
         return c_quantised.CodePanels(c_quantised.in_panels(matrix, dtype), _never)
 
     def quantised_stack(self, matrices: Iterable[Quantised], dtype: torch.dtype) -> Stack:
-        """See `Kernels.quantised_stack`."""
+        """Return a stack of expert weights packed as for the kernels in C; it cannot be multiplied."""
         return c_quantised.CodePanelStack(c_quantised.stacked(matrices, dtype), _never)
 
 
@@ -128,9 +132,7 @@ def _never(*given: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RankSetup:
-    """What a rank computes with: in `dtype` on `device`, holding the parts that `sharding` says, and its KV in FP8 if
-    `fp8_cache`.
-    """
+    """How a rank computes: in `dtype` on `device`, with the shards of `sharding`, and with KV in FP8 if `fp8_cache`."""
 
     dtype: torch.dtype
     device: str
@@ -139,7 +141,7 @@ class RankSetup:
 
     @property
     def context(self) -> ModelContext:
-        """Of models without data."""
+        """The context to build models without data."""
         context = replace(ModelContext.dry(self.sharding), dtype=self.dtype)
         return context if self.device == "cuda" else replace(context, kernels=OnCpu())
 
@@ -155,11 +157,15 @@ def inspect(
     device: str = ASSUMED_DEVICE,
     cache: str = "auto",
 ) -> Report:
-    """How the target in `path`, with the draft in `draft`, would be served by `tp` ranks in `dp` attention groups, its
-    experts in `ep` parts. Numbers per rank are those of the first one, with as many experts as any rank has.
+    """Report how the target in `path` and the draft in `draft` would be served by `tp` ranks in `dp` attention groups,
+    with experts in `ep` parts. The figures per rank are those of rank 0, except that the experts are those of the rank
+    with the most experts.
 
-    `cache` is the setting `kv_cache_dtype`. Where the target is recognised but cannot be served, its draft is reported
-    alone.
+    `cache` is the setting `kv_cache_dtype`. If the target is recognised but cannot be served, only the draft is
+    reported.
+
+    Raises:
+        ConfigError: `dp` or `ep` does not divide `tp`.
     """
     report = Report()
     if tp % dp:
@@ -210,7 +216,7 @@ def _place(sharding: Sharding, dtype: str, device: str, cache: str, arch: Target
 def _alone(
     report: Report, path: str, draft: str, place_of_model: Callable[[TargetArch], RankSetup], settings: Settings
 ) -> None:
-    """Report the draft of a target that is recognised but cannot be served; the memory is the draft's alone."""
+    """Report the draft of a target that is recognised but cannot be served. The memory covers the draft only."""
     try:
         arch = outline(path)
         if arch is None:
@@ -225,7 +231,7 @@ def _alone(
 
 
 def _target(report: Report, path: str, arch: TargetArch, place: RankSetup) -> int:
-    """Add the target to the report; returns how many bytes of it one rank holds."""
+    """Add the target to the report; return the bytes of its weights on one rank."""
     recorder = TensorRecorder(path, arch.stored_name, arch.ignored)
     held = DecoderTarget(arch, recorder, place.context)
     report.target = {**described(path, arch), "tensors": [asdict(placed) for placed in recorder.placed]}
@@ -236,7 +242,7 @@ def _target(report: Report, path: str, arch: TargetArch, place: RankSetup) -> in
 
 
 def _draft(report: Report, path: str, arch: TargetArch, place: RankSetup, settings: Settings) -> None:
-    """Add the draft to the report; its memory is for the runners that the default `speculative_num_steps` loads."""
+    """Add the draft to the report. Its memory counts the runners that the default `speculative_num_steps` loads."""
     spec: DraftSpec = read_draft(path, Checkpoint(path).shapes, arch, *settings)
     compute, sharding = place.dtype, place.sharding
     moe = experts_of(layer.geometry for layer in spec.layers)

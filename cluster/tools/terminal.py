@@ -1,4 +1,4 @@
-"""What commands need of a terminal: colours where they are wanted, and lines that are redrawn in place."""
+"""Terminal output of the commands: colours if the terminal allows them, and lines that are redrawn in place."""
 
 import os
 import shutil
@@ -8,15 +8,16 @@ from typing import Literal, TextIO
 
 Colour = Literal["dim", "red", "green", "cyan", "magenta"]
 CODES: dict[Colour, int] = {"dim": 2, "red": 31, "green": 32, "cyan": 36, "magenta": 35}
-# A model may write anything. Control characters would move the cursor or set the title; they are shown as pictures.
+# A model may write control characters, which would move the cursor or set the title. Show them as Unicode's control
+# pictures (U+2400 on); the C1 range has no pictures and becomes U+FFFD.
 PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
 PICTURES |= {0x7F: 0x2421, **dict.fromkeys(range(0x80, 0xA0), 0xFFFD)}
 
 
 class Screen:
-    """Where a command writes. What is no terminal gets the text as it is, without colours.
+    """The output of a command. A file or a pipe gets the text unchanged, without colours.
 
-    Colours are off as well where `NO_COLOR` is set (https://no-color.org) or `TERM` is "dumb".
+    Colours are also off if `NO_COLOR` is set (https://no-color.org) or `TERM` is "dumb".
     """
 
     def __init__(self, out: TextIO | None = None) -> None:
@@ -26,24 +27,24 @@ class Screen:
         self._drawn = 0
 
     def write(self, text: str, colour: Colour | None = None) -> None:
-        """Write text of unknown origin at once."""
+        """Write text that may contain control characters, and flush."""
         if text:
             self.out.write(self.painted(text.translate(PICTURES) if self.is_terminal else text, colour))
             self.out.flush()
 
     def line(self, text: str, colour: Colour | None = None) -> None:
-        """Write a line."""
+        """Write `text` and a line end."""
         self.write(text, colour)
         self.write("\n")
 
     def painted(self, text: str, colour: Colour | None) -> str:
-        """The text in a colour, where there are colours."""
+        """Return the text in a colour, or unchanged if colours are off."""
         if colour is None or not self._colours:
             return text
         return f"\x1b[{CODES[colour]}m{text}\x1b[0m"
 
     def redraw(self, lines: Sequence[tuple[str, Colour | None]]) -> None:
-        """Show lines in the place of those of the last call; where that cannot be done, below them."""
+        """Replace the lines of the last call with these. If the output is not a terminal, append them instead."""
         if not self.is_terminal:
             self.out.write("".join(f"{text}\n" for text, _ in lines) + "\n")
             self.out.flush()

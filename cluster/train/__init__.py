@@ -1,4 +1,4 @@
-"""Training of the demo pair: tokenizer, target and EAGLE-3 draft, from text that every CPython carries.
+"""Training of the demo pair: tokenizer, target and EAGLE-3 draft, on the source code that every CPython ships with.
 
-It does not import the engine: it writes checkpoints in published formats, and the engine reads them like any other.
+This package does not import the engine: it writes checkpoints in published formats, which the engine can read.
 """

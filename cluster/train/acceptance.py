@@ -1,7 +1,7 @@
-"""How much of a draft's chain the target accepts, measured on text the target wrote, without an engine.
+"""Measure a draft's accept length on text that the target generated, without an engine.
 
-The text is what plain decoding gives, so a chain is accepted as far as the draft's choices agree with it. At a
-temperature above 0 the draft ranks with the same Gumbel noise that drew the text.
+The text is the output of plain decoding, so a draft token is accepted if it equals the text. At a temperature above 0,
+the draft ranks its tokens with the same Gumbel noise that the text was sampled with.
 """
 
 from dataclasses import dataclass
@@ -15,11 +15,15 @@ from cluster.train.samples import continue_rows, features, gumbel
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Of chains of S: accept_len (bonus included), and by depth the share accepted, of the chains that reached it."""
+    """Acceptance of chains. `accept_len`: mean tokens per chain, bonus token included. `by_depth`: for each depth, the
+    share of the chains accepted so far whose next token is accepted too.
+    """
 
     accept_len: float
     by_depth: tuple[float, ...]
-    top4_by_depth: tuple[float, ...]  # share of reached depths at which the text's token is among the draft's best four
+    top4_by_depth: tuple[
+        float, ...
+    ]  # as `by_depth`, but it is enough that the text's token is among the draft's best four
 
     def __str__(self) -> str:
         depths = " ".join(f"{share:.2f}" for share in self.by_depth)
@@ -28,7 +32,7 @@ class Acceptance:
 
 
 class AcceptanceProbe:
-    """The target's continuations of held-out prompts at one temperature, to measure drafts on."""
+    """The target's continuations of held-out prompts at one temperature, on which drafts are measured."""
 
     def __init__(
         self,
@@ -52,14 +56,14 @@ class AcceptanceProbe:
 
     @torch.no_grad()
     def measure(self, draft: Eagle3TrainingDraft, steps: int = 5) -> Acceptance:
-        """Walk every row from its prompt's end in chains of `steps`."""
+        """Return the acceptance of chains of `steps` tokens. Every row is drafted from the end of its prompt."""
         length = self.ids.shape[1] - 1 - steps
         embeddings = self.embedding[self.ids[:, 1 : length + steps]]
         kept = draft.kept_ids
         agrees: list[torch.Tensor] = []
         near: list[torch.Tensor] = []
         for step, logits in enumerate(draft.unroll(self.aux_hidden[:, :length], embeddings, steps)):
-            shift = 2 + step
+            shift = 2 + step  # step i at cell t predicts token t + 2 + i
             scores = logits + self.temperature * self.noise[:, shift : shift + length, kept]
             best = kept[scores.topk(4, dim=-1).indices]
             path = self.ids[:, shift : shift + length, None]
@@ -69,9 +73,11 @@ class AcceptanceProbe:
         return self._walk(accepted, torch.stack(near, dim=-1))
 
     def _walk(self, accepted: torch.Tensor, near: torch.Tensor) -> Acceptance:
-        """accepted, near [B, T, S] (cells, steps): follow each row from its first new token, chain after chain."""
+        """Follow each row from its first new token, chain after chain. `accepted` and `near` are [B, T cells, S steps]:
+        whether a step's best token, or one of its best four, equals the text.
+        """
         steps = accepted.shape[-1]
-        runs = accepted.long().cumprod(-1).sum(-1)
+        runs = accepted.long().cumprod(-1).sum(-1)  # accepted tokens of a chain that starts at each cell
         reached, taken, close = [0] * steps, [0] * steps, [0] * steps
         chains = committed = 0
         for row in range(len(runs)):
@@ -84,7 +90,7 @@ class AcceptanceProbe:
                     close[depth] += bool(near[row, cell, depth])
                 chains += 1
                 committed += run + 1
-                cell += run + 1
+                cell += run + 1  # the accepted tokens and the bonus token
         return Acceptance(
             committed / max(chains, 1),
             tuple(a / max(b, 1) for a, b in zip(taken, reached, strict=True)),

@@ -1,4 +1,4 @@
-"""The model card of a trained pair, written from what the run reported."""
+"""Write the model card of a trained pair from the reports of its training run."""
 
 import math
 import platform
@@ -12,7 +12,7 @@ from cluster.train.target import TargetRecipe, TargetReport
 
 @dataclass(frozen=True)
 class CardFacts:
-    """Recipes, reports and counts of one run."""
+    """The recipes, reports and counts of one training run."""
 
     target: TargetRecipe
     draft: DraftRecipe

@@ -1,4 +1,4 @@
-"""The command `aerie train`: tokenizer, target, draft and MTP layers, each stage resuming where it stopped."""
+"""The command `aerie train`. Its stages train tokenizer, target, draft and MTP layers; an interrupted stage resumes."""
 
 import argparse
 import json
@@ -20,12 +20,12 @@ from cluster.train.target import TargetRecipe, TargetReport, load_target, save_t
 from cluster.train.tokenizer import END_OF_TEXT, IM_END, load_tokenizer, save_tokenizer, train_tokenizer
 
 STAGES = ("tokenizer", "target", "draft", "all", "mtp")
-SIZE_LIMIT = 20_000_000  # bytes of both models together: they live in the repository
+SIZE_LIMIT = 20_000_000  # bytes of all files in the output folder, because the repository contains them
 
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """Everything a run needs to know."""
+    """The settings of one run: folders, training times, and a recipe for each model."""
 
     out: Path
     work: Path
@@ -39,7 +39,7 @@ class TrainPlan:
 
 
 def quick_plan(out: Path, work: Path, layers: int) -> TrainPlan:
-    """A run of seconds: models too small to predict, in the same formats."""
+    """Return the plan of a run that takes seconds: models too small to predict text, but in the real formats."""
     target = TargetRecipe(
         vocab_size=512, hidden_size=32, layers=4, heads=4, kv_heads=2, head_dim=8, intermediate_size=48, length=64
     )
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def plan_of(args: argparse.Namespace) -> TrainPlan:
-    """The plan that parsed arguments ask for."""
+    """Return the plan for parsed arguments."""
     if args.quick:
         return quick_plan(args.out or Path("runs/quick/out"), args.work or Path("runs/quick/work"), args.mtp_layers)
     out, work = args.out or Path("models/demo"), args.work or Path("runs/demo")
@@ -96,7 +96,7 @@ def plan_of(args: argparse.Namespace) -> TrainPlan:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the requested stages; returns the exit status."""
+    """Run the requested stages; return 1 if the output folder is larger than `SIZE_LIMIT`, else 0."""
     torch.set_num_threads(args.threads)
     plan = plan_of(args)
     stages = ("tokenizer", "target", "draft") if args.stage == "all" else (args.stage,)
@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_tokenizer(plan: TrainPlan) -> None:
-    """Learn the tokenizer unless the work directory has one; copy it beside the target."""
+    """Train the tokenizer unless the work folder has one, and save it in the target's folder."""
     source = plan.work / "tokenizer"
     if not (source / "tokenizer.json").exists():
         paths = train_files()[: plan.files]
@@ -162,7 +162,7 @@ def run_draft(plan: TrainPlan) -> None:
 
 
 def run_mtp(plan: TrainPlan) -> None:
-    """Train MTP layers for the saved target; they go to the work directory, as they are too large to live beside it."""
+    """Train MTP layers for the saved target. They are saved in the work folder, being too large for the repository."""
     train, _ = encode_corpus(load_tokenizer(plan.out / "target"), plan.work / "corpus.npz", files=plan.files)
     draft = train_mtp(plan.mtp, load_target(plan.out / "target"), train, work=plan.work)
     folder = plan.work / f"mtp-{plan.mtp.layers}"

@@ -1,7 +1,7 @@
-"""The training text: the Python standard library's own source, split by a fixed hash of the path.
+"""The training text: the source of the Python standard library, split into train and held-out files.
 
-Whether a file is held out depends only on its path relative to the library, so all CPython installations agree on the
-split. `dataset` turns the text into token ids.
+A hash of a file's path relative to the library decides the split, so all CPython installations agree on it. `dataset`
+turns the text into token ids.
 """
 
 import ast
@@ -14,9 +14,11 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-HELDOUT_PER_MILLE = 60  # files held out, of every thousand
+HELDOUT_PER_MILLE = 60  # of every thousand library files, how many are held out
 
-TESTS_PER_MILLE = 150  # test files trained on, of every thousand: the library's tests are longer than the library
+TESTS_PER_MILLE = (
+    150  # of every thousand test files, how many are used; all tests are more text than the library itself
+)
 
 _LEFT_OUT_DIRECTORIES = frozenset({"site-packages", "dist-packages", "__pycache__", "pydoc_data"})
 _TEST_DIRECTORIES = frozenset({"test", "tests", "idle_test"})
@@ -25,14 +27,14 @@ _SHORTEST = 400
 
 @dataclass(frozen=True)
 class ChatExample:
-    """One question and its answer, both plain text."""
+    """One question and its answer, both as plain text."""
 
     question: str
     answer: str
 
 
 def library_root() -> Path:
-    """The directory of the running interpreter's standard library."""
+    """Return the directory of the running interpreter's standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
@@ -45,17 +47,18 @@ def _is_test(path: str) -> bool:
 
 
 def _belongs(path: str) -> bool:
+    """Return whether a file is part of the corpus: no installed packages, generated files or codec tables."""
     parts = path.split("/")
     if _LEFT_OUT_DIRECTORIES.intersection(parts) or any(part.startswith("config-") for part in parts):
         return False
-    if parts[-1].startswith("_sysconfigdata"):  # generated, and it names the machine
+    if parts[-1].startswith("_sysconfigdata"):  # a generated file that describes the machine
         return False
-    # The codecs are tables, all alike.
+    # The codecs are near-identical tables.
     return not (parts[0] == "encodings" and parts[-1] not in {"__init__.py", "idna.py", "punycode.py"})
 
 
 def is_heldout(path: str) -> bool:
-    """Whether a file, named by its path relative to the library with `/`, is held out."""
+    """Return whether a file is held out. `path` is relative to the library and uses `/`."""
     return _hash(path) % 1000 < HELDOUT_PER_MILLE
 
 
@@ -66,12 +69,12 @@ def _all_files() -> list[str]:
 
 
 def heldout_files() -> list[str]:
-    """Held-out library files (no tests), as sorted relative paths."""
+    """Return the held-out library files (no tests), as sorted relative paths."""
     return [path for path in _all_files() if is_heldout(path) and not _is_test(path)]
 
 
 def train_files() -> list[str]:
-    """Library files and a fixed part of the library's tests, none of them held out."""
+    """Return the library files and a fixed part of the library's tests, without held-out files."""
     return [
         path
         for path in _all_files()
@@ -80,7 +83,9 @@ def train_files() -> list[str]:
 
 
 def read_text(path: str) -> str | None:
-    """The file's text with `\\n` line ends, or None when it is not UTF-8 or too short to teach anything."""
+    """Return the file's text with `\\n` line ends, or None if the file is unreadable, not UTF-8 or below
+    `_SHORTEST`.
+    """
     try:
         text = (library_root() / path).read_text(encoding="utf-8")
     except (UnicodeDecodeError, OSError):
@@ -89,7 +94,7 @@ def read_text(path: str) -> str | None:
 
 
 def texts(paths: list[str]) -> Iterator[str]:
-    """The texts of the files, without those that `read_text` leaves out."""
+    """Yield the texts of the files, without those for which `read_text` returns None."""
     for path in paths:
         text = read_text(path)
         if text is not None:
@@ -97,7 +102,9 @@ def texts(paths: list[str]) -> Iterator[str]:
 
 
 def chat_examples(paths: list[str], count: int, seed: int) -> list[ChatExample]:
-    """Questions made of a documented function's name and first line, answered by its source."""
+    """Return up to `count` chats. A question has the name and the first docstring line of a function; the answer is the
+    function's source.
+    """
     found: list[ChatExample] = []
     for path in paths:
         text = None if _is_test(path) else read_text(path)
@@ -127,9 +134,12 @@ def _without_indent(line: str, width: int) -> str:
 
 
 def heldout_prompts(tokenizer: PreTrainedTokenizerBase, count: int, length: int, seed: int = 0) -> list[list[int]]:
-    """`count` prompts of `length` token ids, cut at deterministic places of held-out files.
+    """Return `count` prompts of `length` token ids, cut at deterministic positions of held-out files.
 
-    The files are taken in turn; a file is used when it has at least twice `length` tokens.
+    The files take turns. Files with fewer than 2 * `length` tokens are skipped.
+
+    Raises:
+        ValueError: no held-out file is long enough.
     """
     usable: list[list[int]] = []
     for text in texts(heldout_files()):

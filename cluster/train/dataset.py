@@ -1,4 +1,4 @@
-"""Token ids of the whole corpus as one array, and the windows that a step reads from it."""
+"""The token ids of the whole corpus as one array, and the windows of it that each training step reads."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ CHAT_COUNT = 1500
 
 
 def _join(documents: list[list[int]], end_of_text: int) -> Ids:
-    """Documents in order, each opened by the end-of-text id."""
+    """Concatenate documents, with the end-of-text id before each."""
     return np.concatenate([np.asarray([end_of_text, *document], dtype=np.int64) for document in documents])
 
 
@@ -26,7 +26,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, documents: Iterator[str]) -> lis
 
 
 def chat_documents(tokenizer: PreTrainedTokenizerBase, count: int, seed: int = 0) -> list[list[int]]:
-    """Chats in the tokenizer's own template, as token ids."""
+    """Return chats as token ids, formatted by the tokenizer's chat template."""
     documents: list[list[int]] = []
     for example in chat_examples(train_files(), count, seed):
         messages = [{"role": "user", "content": example.question}, {"role": "assistant", "content": example.answer}]
@@ -36,7 +36,9 @@ def chat_documents(tokenizer: PreTrainedTokenizerBase, count: int, seed: int = 0
 
 
 def encode_corpus(tokenizer: PreTrainedTokenizerBase, cache: Path, *, files: int | None = None) -> tuple[Ids, Ids]:
-    """(train ids, held-out ids), read from `cache` when it is there. `files` limits how many files of each are read."""
+    """Return (train ids, held-out ids), from the file `cache` if it exists. `files` limits how many files each of the
+    two has.
+    """
     if cache.exists():
         with np.load(cache) as stored:
             return stored["train"], stored["heldout"]
@@ -53,9 +55,10 @@ def encode_corpus(tokenizer: PreTrainedTokenizerBase, cache: Path, *, files: int
 
 
 class Windows:
-    """Batches of windows. Step s always reads the same windows, so training can resume anywhere.
+    """Batches of windows (runs of token ids) of the corpus. Step s always reads the same windows, so training can
+    resume at any step.
 
-    Every epoch shifts the grid of windows by a random offset and shuffles it.
+    Every epoch shifts the window boundaries by a random offset and shuffles the windows.
     """
 
     def __init__(self, ids: Ids, length: int, batch: int, seed: int) -> None:
@@ -75,7 +78,7 @@ class Windows:
         return self._orders[epoch]
 
     def __call__(self, step: int) -> torch.Tensor:
-        """Token ids [batch, length] of one step."""
+        """Return the token ids [batch, length] of one step."""
         rows: list[torch.Tensor] = []
         for index in range(step * self.batch, (step + 1) * self.batch):
             offset, order = self._order(index // self.per_epoch)
@@ -85,10 +88,10 @@ class Windows:
 
 
 def with_repeats(ids: torch.Tensor, share: float, seed: int) -> torch.Tensor:
-    """The same batch [B, T], in which the first `share` of the rows repeat their own beginning.
+    """Return a copy of the batch [B, T] in which the first `share` of the rows repeat their own beginning.
 
-    The period differs by row, so only attention by content predicts the text. A little of this early in training
-    teaches a small model to copy long before plain text would.
+    Each row repeats with its own period, so only attention by content can predict the text. A small share of repeating
+    rows early in training teaches a small model to copy much sooner than plain text does.
     """
     generator = torch.Generator().manual_seed(seed)
     out = ids.clone()

@@ -1,4 +1,4 @@
-"""Train the EAGLE-3 draft by training-time test, on text the target writes and on real text."""
+"""Train the EAGLE-3 draft by training-time test, on text that the target generates and on real text."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,19 +18,19 @@ from cluster.train.target import split_parameters
 
 @dataclass(frozen=True)
 class DraftRecipe:
-    """Shape of the draft, its text and how it is trained."""
+    """The shape of the draft, the text it is trained on, and the training parameters."""
 
     shape: DraftShape = field(default_factory=DraftShape)
     steps: int = 5  # unrolled steps of the training-time test
     step_decay: float = 0.8
     overlap_sharpness: float = 3.0
-    """The larger, the sooner the loss turns from cross entropy to the accepted share itself."""
+    """With a larger value the loss changes earlier from cross entropy to the accepted share (see `chain_loss`)."""
     prompt_length: int = 64
     sample_length: int = 192
     samples: int = 1280
     temperatures: tuple[float, ...] = (0.0, 0.8, 1.0)
     sample_batch: int = 128
-    length: int = 512  # real text is read in windows this long; samples are prompt_length + sample_length long
+    length: int = 512  # window of real text, in tokens; samples have prompt_length + sample_length tokens
     tokens_per_step: int = 2048
     matrix_lr: float = 0.015
     other_lr: float = 0.002
@@ -39,7 +39,9 @@ class DraftRecipe:
 
 @dataclass(frozen=True)
 class DraftReport:
-    """What training cost and how the saved draft does on held-out prompts, by temperature."""
+    """The cost of training, the share of text that the draft vocabulary covers, and, for the saved weights, acceptance
+    by temperature.
+    """
 
     steps: int
     tokens: int
@@ -50,7 +52,7 @@ class DraftReport:
 
 
 def most_frequent(ids: torch.Tensor, vocab_size: int, count: int) -> tuple[torch.Tensor, float]:
-    """The `count` most frequent ids of a text, ascending, and the share of the text that they cover."""
+    """Return the `count` most frequent ids of a text, ascending, and the share of the text that these ids cover."""
     counts = torch.bincount(ids.flatten(), minlength=vocab_size)
     best = counts.topk(count).indices
     return best.sort().values, float(counts[best].sum() / counts.sum())
@@ -58,8 +60,10 @@ def most_frequent(ids: torch.Tensor, vocab_size: int, count: int) -> tuple[torch
 
 @torch.no_grad()
 def start_from_target(draft: Eagle3TrainingDraft, target: LlamaForCausalLM) -> None:
-    """Initialise near the target: its head rows, its last layer for the hidden half, `fc` near the highest aux."""
-    width = draft.shape.hidden_size
+    """Initialise the draft near the target. The head gets the target's rows, the layer the target's last layer (on the
+    hidden half of its input), and `fc` mostly copies the highest aux hidden state.
+    """
+    width = draft.shape.hidden_size  # the attention input is [embedding, hidden], each of this width
     last = target.model.layers[-1]
     attention = draft.midlayer.self_attn
     for name in ("q_proj", "k_proj", "v_proj"):
@@ -79,10 +83,10 @@ def start_from_target(draft: Eagle3TrainingDraft, target: LlamaForCausalLM) -> N
 def unrolled_loss(
     draft: Eagle3TrainingDraft, target: LlamaForCausalLM, ids: torch.Tensor, recipe: DraftRecipe
 ) -> torch.Tensor:
-    """Loss of all steps on ids [B, L]; cells 0..L-S-1 are trained at every step.
+    """Return the loss of all S steps on ids [B, L]; cells 0..L-S-1 are trained at every step.
 
-    A position counts only if the target's likeliest token is in the draft vocabulary; the teacher is the target's
-    distribution over that vocabulary.
+    A position counts only if the target's likeliest token is in the draft vocabulary. The teacher is the target's
+    distribution, restricted to that vocabulary and renormalised.
     """
     length = ids.shape[1] - recipe.steps
     aux_hidden, logits = features(target, ids, recipe.shape.aux_layer_ids)
@@ -95,10 +99,11 @@ def unrolled_loss(
 def chain_loss(
     drafted: list[torch.Tensor], teacher: torch.Tensor, usable: torch.Tensor, recipe: DraftRecipe
 ) -> torch.Tensor:
-    """Weighted mean over the steps of a chain: logits [B, T, V] each, against the teacher [B, L, V] where `usable`.
+    """Return the weighted mean of the losses of a chain's steps. `drafted` has one tensor of logits [B, T, V] per step;
+    `teacher` is [B, L, V]; `usable` [B, L] selects the positions that count.
 
-    Step i at cell t is held against position t + 1 + i. Per position: w * CE(p, q) + (1 - w) * (1 - sum min(p, q)) with
-    w = exp(-sharpness * overlap); p is the teacher's distribution.
+    Step i at cell t is compared with the teacher at position t + 1 + i. p is the teacher's distribution, q the draft's.
+    Loss of a position: w CE(p, q) + (1 - w) (1 - overlap); overlap = sum(min(p, q)), w = exp(-sharpness overlap).
     """
     length = drafted[0].shape[1]
     total = teacher.new_zeros(())
@@ -117,7 +122,9 @@ def chain_loss(
 
 
 class DraftText:
-    """Every fourth step reads real text, the others the target's own samples, as those are what it will draft for."""
+    """Training batches. Every fourth step has real text; other steps have samples of the target, because the draft will
+    draft such text.
+    """
 
     def __init__(self, samples: torch.Tensor, train: Ids, recipe: DraftRecipe) -> None:
         self.samples = samples
@@ -126,7 +133,7 @@ class DraftText:
         self.seed = recipe.seed
 
     def __call__(self, step: int) -> torch.Tensor:
-        """Token ids [B, L] of one step."""
+        """Return the token ids [B, L] of one step."""
         rounds, turn = divmod(step, 4)
         if turn == 3:
             return self.windows(rounds)
@@ -138,7 +145,7 @@ class DraftText:
 
 
 def sample_text(target: LlamaForCausalLM, train: Ids, recipe: DraftRecipe, cache: Path) -> torch.Tensor:
-    """The target's continuations of train-text prompts [samples, prompt + sample length], kept in `cache`."""
+    """Return the target's continuations of train-text prompts [samples, prompt + sample length], cached in `cache`."""
     if cache.exists():
         stored: torch.Tensor = torch.load(cache, weights_only=True)
         return stored
@@ -160,7 +167,7 @@ def train_draft(
     minutes: float,
     work: Path,
 ) -> tuple[Eagle3TrainingDraft, DraftReport]:
-    """Write samples, train for `minutes` on them and on real text, round to bf16 and measure."""
+    """Generate samples, train for `minutes` on them and on real text, round the weights to bf16 and measure."""
     samples = sample_text(target, train, recipe, work / "samples.pt")
     text = torch.cat([samples.flatten(), torch.from_numpy(train)])
     kept, coverage = most_frequent(text, recipe.shape.vocab_size, recipe.shape.draft_vocab_size)

@@ -1,7 +1,7 @@
-"""The EAGLE-3 draft as a training module, named and saved as SpecForge does.
+"""The EAGLE-3 draft as a training module, with SpecForge's tensor names and checkpoint format.
 
-Shapes: B rows, T cells, H hidden width, A = num_aux * H, V draft vocabulary, S unrolled steps. A cell t is made of the
-target's aux hidden at t and the embedding of token t+1, has rotary position t and predicts token t+2.
+Shapes: B rows, T cells, H hidden width, A = num_aux * H, V draft vocabulary, S unrolled steps. At step 0, cell t reads
+the target's aux hidden at t and the embedding of token t+1, has rotary position t and predicts token t+2.
 """
 
 import json
@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 @dataclass(frozen=True)
 class DraftShape:
-    """Widths of a draft and the aux hidden states it reads."""
+    """The sizes of a draft, and the target layers whose hidden states it reads."""
 
     vocab_size: int = 2048
     draft_vocab_size: int = 1536
@@ -27,14 +27,14 @@ class DraftShape:
     head_dim: int = 64
     intermediate_size: int = 704
     aux_layer_ids: tuple[int, ...] = (2, 5, 8)
-    """Output-of-layer numbering, as SpecForge writes it: id i is the residual stream entering layer i + 1."""
+    """SpecForge's numbering: id i is the output of layer i, which is the residual stream entering layer i + 1."""
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-5
     max_position_embeddings: int = 16384
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
-    """Rotary embedding, halves split (neox). x [B, heads, T, d], positions [T]."""
+    """Apply rotary embedding in the neox layout (split halves). x [B, heads, T, d], positions [T]."""
     half = x.shape[-1] // 2
     exponents = torch.arange(half, dtype=torch.float64) / half
     angles = positions.double()[:, None] * theta**-exponents
@@ -44,7 +44,7 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tens
 
 
 class Attention(nn.Module):
-    """Grouped-query attention whose input is `width` wide."""
+    """Grouped-query attention with an input of `width` numbers per row."""
 
     def __init__(self, shape: DraftShape, width: int) -> None:
         super().__init__()
@@ -55,9 +55,10 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor, cells: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-        """x [B, T, width] of step i = len(cells) to [B, T, H]; appends this step's keys and values to `cells`.
+        """Map x [B, T, width] of step i = len(cells) to [B, T, H]; append this step's keys and values to `cells`.
 
-        A query at cell t sees step-0 cells up to t and, of every later step, the cell t alone.
+        A query at cell t sees cells 0..t of step 0 and, of each later step, only cell t. When drafting, the KV cache
+        holds exactly these cells.
         """
         shape, step = self.shape, len(cells)
         rows, length = x.shape[:2]
@@ -76,7 +77,7 @@ class Attention(nn.Module):
         future = torch.ones(length, length, dtype=torch.bool).triu(1)
         scores = (q.flatten(2, 3) @ first_k.mT).view(rows, shape.kv_heads, group, length, length)
         scores = scores.masked_fill(future, float("-inf"))
-        own = [(q * key[:, :, None]).sum(-1, keepdim=True) for key, _ in cells[1:]]
+        own = [(q * key[:, :, None]).sum(-1, keepdim=True) for key, _ in cells[1:]]  # cell t with cell t alone
         weights = torch.cat([scores, *own], dim=-1).softmax(dim=-1)
         mixed = (weights[..., :length].flatten(2, 3) @ first_v).view_as(q)
         for index, (_, value) in enumerate(cells[1:]):
@@ -86,15 +87,15 @@ class Attention(nn.Module):
 
 
 def mlp(shape: DraftShape) -> LlamaMLP:
-    """SwiGLU, [.., H] to the same shape."""
-    # An MLP has no heads, but the config checks their number.
+    """Return a SwiGLU MLP, [.., H] to [.., H]."""
+    # An MLP has no heads, but the config validates their number.
     width, inner = shape.hidden_size, shape.intermediate_size
     config = LlamaConfig(hidden_size=width, intermediate_size=inner, num_attention_heads=1)
     return LlamaMLP(config)  # type: ignore[no-untyped-call]
 
 
 class MidLayer(nn.Module):
-    """The one layer: attention over [norm(embedding), norm(hidden)], then the MLP."""
+    """The draft's only layer: attention over [norm(embedding), norm(hidden)], then the MLP."""
 
     def __init__(self, shape: DraftShape) -> None:
         super().__init__()
@@ -107,7 +108,7 @@ class MidLayer(nn.Module):
     def forward(
         self, embedding: torch.Tensor, hidden: torch.Tensor, cells: list[tuple[torch.Tensor, torch.Tensor]]
     ) -> torch.Tensor:
-        """Embedding and hidden [B, T, H] to the un-normed hidden of the next step [B, T, H]."""
+        """Map embedding and hidden [B, T, H] to the hidden of the next step, before the final norm, [B, T, H]."""
         x = torch.cat([self.input_layernorm(embedding), self.hidden_norm(hidden)], dim=-1)
         hidden = hidden + self.self_attn(x, cells)
         out: torch.Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
@@ -115,7 +116,7 @@ class MidLayer(nn.Module):
 
 
 class Eagle3TrainingDraft(nn.Module):
-    """fc, one layer, norm and head; the embedding is the target's and is passed in."""
+    """The draft: fc, one layer, norm and head. The embedding is the target's; callers pass embedded tokens."""
 
     d2t: torch.Tensor
     t2d: torch.Tensor
@@ -132,21 +133,21 @@ class Eagle3TrainingDraft(nn.Module):
 
     @property
     def kept_ids(self) -> torch.Tensor:
-        """Target ids of the draft vocabulary, ascending [V]."""
+        """The target ids of the draft vocabulary, ascending, [V]: d2t stores the difference target id - draft id."""
         return torch.arange(len(self.d2t)) + self.d2t
 
     def set_vocabulary(self, kept_ids: torch.Tensor) -> None:
-        """Choose the draft vocabulary from distinct target ids [V]."""
+        """Set the draft vocabulary to these distinct target ids [V]."""
         ascending = kept_ids.sort().values
         self.d2t.copy_(ascending - torch.arange(len(ascending)))
         self.t2d.zero_()
         self.t2d[ascending] = True
 
     def unroll(self, aux_hidden: torch.Tensor, embeddings: torch.Tensor, steps: int) -> list[torch.Tensor]:
-        """Training-time test: the logits [B, T, V] of each of `steps` steps.
+        """Run the training-time test; return the logits [B, T, V] of each of `steps` steps.
 
-        aux_hidden [B, T, A] of positions 0..T-1; embeddings [B, T + steps - 1, H] of the tokens at
-        positions 1..T+steps-1. Step i at cell t reads token t+1+i and predicts token t+2+i.
+        aux_hidden [B, T, A] is of positions 0..T-1; embeddings [B, T + steps - 1, H] are of the tokens at positions
+        1..T+steps-1. Step i at cell t reads token t+1+i and predicts token t+2+i.
         """
         hidden = self.fc(aux_hidden)
         length = hidden.shape[1]
@@ -159,7 +160,7 @@ class Eagle3TrainingDraft(nn.Module):
 
 
 def save_draft(draft: Eagle3TrainingDraft, directory: Path) -> None:
-    """Write config.json and model.safetensors, weights in bf16."""
+    """Write config.json and model.safetensors, with weights in bf16."""
     own = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -182,7 +183,7 @@ def save_draft(draft: Eagle3TrainingDraft, directory: Path) -> None:
 def write_checkpoint(
     directory: Path, shape: DraftShape, tensors: dict[str, torch.Tensor], own: dict[str, object]
 ) -> None:
-    """Write `tensors`, and a config of the sizes in `shape` and of the format's `own` keys."""
+    """Write `tensors`, and a config with the sizes of `shape` and the format's `own` keys."""
     directory.mkdir(parents=True, exist_ok=True)
     config = {
         **own,

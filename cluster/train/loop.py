@@ -1,4 +1,4 @@
-"""A training loop that lasts a given wall time or number of steps, shows a bar and resumes from its checkpoint."""
+"""A training loop with a budget of wall time or steps, a progress bar, and a checkpoint to resume from."""
 
 import math
 import time
@@ -14,10 +14,10 @@ from cluster.train.optimizer import Optimizers, clock_factor
 
 
 class ThreadChoice:
-    """Chooses the torch threads of each step, on a machine that other work shares: all of them, or one fewer.
+    """Chooses the number of torch threads of each step on a shared machine: all `threads`, or one fewer.
 
-    A step is as slow as its slowest thread, so while a core is taken by other work one thread can be faster than two.
-    Every `explore`-th step tries the other count; the count whose latest step was faster is used.
+    A step is as slow as its slowest thread, so while other work takes a core, one thread can be faster than two. Steps
+    use the count whose latest step was faster. Every `explore`-th step tries the other count.
     """
 
     def __init__(self, threads: int, explore: int = 10) -> None:
@@ -28,21 +28,21 @@ class ThreadChoice:
         self._used = threads
 
     def set(self) -> None:
-        """Make the choice for the next step, and tell torch."""
-        best = min(self._counts, key=lambda count: self._recent.get(count, 0.0))
+        """Choose the count for the next step and set it in torch."""
+        best = min(self._counts, key=lambda count: self._recent.get(count, 0.0))  # an untried count comes first
         others = [count for count in self._counts if count != best]
         self._step += 1
         self._used = others[0] if others and self._step % self.explore == 0 else best
         torch.set_num_threads(self._used)
 
     def record(self, seconds: float) -> None:
-        """Learn from a step's time."""
+        """Record the time of the step that ran with the chosen count."""
         self._recent[self._used] = seconds
 
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """One training run: what it is called, where it is saved every so many seconds, and what it may spend."""
+    """One training run: its label, its checkpoint file, its budget (`minutes`, `steps`), and seconds between saves."""
 
     label: str
     checkpoint: Path
@@ -58,10 +58,11 @@ def train_for(
     loss_at: Callable[[int], torch.Tensor],
     evaluate: Callable[[], str],
 ) -> tuple[int, float]:
-    """Minimise `loss_at(step)` until the run's `minutes` or `steps` are spent, counting those before a resume.
+    """Minimise `loss_at(step)` until the run's `minutes` or `steps` are spent; return (steps, seconds).
 
-    The learning rate follows the spent share. With `minutes`, a slow machine takes fewer steps, yet the rate decays to
-    the end; with `steps`, every machine does the same. Returns (steps, seconds); evaluation and saving do not count.
+    Both returned numbers include the run before a resume, and exclude evaluation and saving. The learning rate follows
+    the spent share of the budget. With a budget of `minutes`, a slow machine does fewer steps, but the learning rate
+    still decays to the end. With a budget of `steps`, every machine does the same steps.
     """
     step, elapsed, budget, checkpoint = 0, 0.0, run.minutes * 60.0, run.checkpoint
     if checkpoint.exists():
@@ -103,4 +104,4 @@ def _save(path: Path, module: nn.Module, optimizers: Optimizers, step: int, elap
     state = {"module": module.state_dict(), "optimizers": optimizers.state_dict(), "step": step, "elapsed": elapsed}
     partial = path.with_suffix(".partial")
     torch.save(state, partial)
-    partial.replace(path)
+    partial.replace(path)  # atomic: an interrupted save leaves the previous checkpoint

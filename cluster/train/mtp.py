@@ -1,9 +1,10 @@
-"""MTP layers as a training module, saved as Step-3.5 does: a layer for each level, or one layer for all levels.
+"""MTP layers as a training module, saved in Step-3.5's format: one layer per level, or one layer for all levels.
 
-Shapes: B rows, T cells, H hidden width, V vocabulary, S levels. Cell t of level i (from 0) joins the embedding of token
-t+1+i with the target's post-norm hidden at t (level 0) or what level i-1 gave at t before its final norm, and predicts
-token t+2+i. Embedding and head are the target's; the head goes into the checkpoint, because the format keeps one there.
-Sources: DeepSeek-V3's report 2.2; the format's table in `cluster/arch/draft/mtp.py`.
+Shapes: B rows, T cells, H hidden width, V vocabulary, S levels. Cell t of level i (from 0) reads the embedding of token
+t+1+i and a hidden state at t, and predicts token t+2+i. The hidden state is the target's, post-norm, at level 0, and
+the output of level i-1 before its final norm at later levels. Embedding and head are the target's; the checkpoint also
+stores the head, because the format requires one. Sources: DeepSeek-V3's report, section 2.2; the table of the format in
+`cluster/arch/draft/mtp.py`.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from cluster.train.eagle3 import Attention, DraftShape, mlp, write_checkpoint
 
 
 class Decoder(nn.Module):
-    """One decoder layer, as those of the target."""
+    """One decoder layer with the target's structure."""
 
     def __init__(self, shape: DraftShape) -> None:
         super().__init__()
@@ -27,14 +28,16 @@ class Decoder(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
     def forward(self, hidden: torch.Tensor, cells: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-        """Residual stream [B, T, H] entering the layer to leaving it; `cells` as in `Attention`."""
+        """Map the residual stream [B, T, H] that enters the layer to the stream that leaves it. For `cells` see
+        `Attention`.
+        """
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), cells)
         out: torch.Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return out
 
 
 class SharedHead(nn.Module):
-    """The tensors that the format stores under `shared_head`, without the head itself."""
+    """The tensors that the format stores under `shared_head`, without the head matrix."""
 
     def __init__(self, shape: DraftShape) -> None:
         super().__init__()
@@ -42,7 +45,7 @@ class SharedHead(nn.Module):
 
 
 class MtpLayer(nn.Module):
-    """Two norms and a projection that join embedding and hidden, a decoder layer, and the norm before the head."""
+    """One MTP layer: norms and a projection of [embedding, hidden], a decoder layer, and the norm before the head."""
 
     def __init__(self, shape: DraftShape) -> None:
         super().__init__()
@@ -55,7 +58,7 @@ class MtpLayer(nn.Module):
     def forward(
         self, embedding: torch.Tensor, hidden: torch.Tensor, cells: list[tuple[torch.Tensor, torch.Tensor]]
     ) -> torch.Tensor:
-        """Embedding and hidden [B, T, H] to the un-normed hidden of the next level [B, T, H]."""
+        """Map embedding and hidden [B, T, H] to the hidden of the next level, before the final norm, [B, T, H]."""
         joined = torch.cat([self.enorm(embedding), self.hnorm(hidden)], dim=-1)
         out: torch.Tensor = self.transformer(self.eh_proj(joined), cells)
         return out
@@ -63,20 +66,22 @@ class MtpLayer(nn.Module):
 
 @dataclass(frozen=True)
 class MtpShape:
-    """The layers' shape and number; their indices follow those of the target's own layers."""
+    """The shape and the number of MTP layers. Their indices continue those of the target's layers."""
 
     layer: DraftShape
-    count: int  # one per level, or 1 for all levels
+    count: int  # the number of levels, or 1 if one layer serves all levels
     first_index: int
 
 
 class MtpDraft(nn.Module):
-    """The layers; embeddings are passed in, `head` [V, H] is the target's and is not trained."""
+    """The MTP layers. Callers pass embedded tokens. `head` [V, H] is the target's head and is not trained."""
 
     head: torch.Tensor
 
     def __init__(self, shape: MtpShape, target: LlamaForCausalLM) -> None:
-        """Initialise near the target: its last layer and final norm, and an input that is mostly the hidden."""
+        """Initialise each MTP layer with the target's last layer and final norm, and with a projection that mostly
+        copies the hidden state.
+        """
         super().__init__()
         self.shape = shape
         self.layers = nn.ModuleList(MtpLayer(shape.layer) for _ in range(shape.count))
@@ -91,11 +96,12 @@ class MtpDraft(nn.Module):
                 layer.eh_proj.weight[:, width:] += torch.eye(width)
 
     def unroll(self, hidden: torch.Tensor, embeddings: torch.Tensor, levels: int) -> list[torch.Tensor]:
-        """The logits [B, T, V] of every one of `levels` levels.
+        """Return the logits [B, T, V] of each of `levels` levels.
 
-        hidden [B, T, H] of the target at positions 0..T-1; embeddings [B, T + levels - 1, H] of the tokens at positions
-        1..T+levels-1. Each of several layers has cells of its own. A single layer sees the cells of level 0 and, of
-        every later level, the one at its own place: what is in its KV when it drafts.
+        `hidden` [B, T, H] is the target's at positions 0..T-1; `embeddings` [B, T + levels - 1, H] are of the tokens at
+        positions 1..T+levels-1. With one layer per level, each layer has its own KV cells. A single layer for all
+        levels sees the cells of level 0 and, of every later level, only the cell at the query's position. When
+        drafting, its KV cache holds exactly these cells.
         """
         length, again = hidden.shape[1], self.shape.count == 1
         cells: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -109,7 +115,7 @@ class MtpDraft(nn.Module):
 
 
 def save_mtp(draft: MtpDraft, directory: Path) -> None:
-    """Write config.json and model.safetensors in bf16; the format stores norm weights minus 1."""
+    """Write config.json and model.safetensors in bf16. The format stores norm weights as weight - 1."""
     first = draft.shape.first_index
     own = {
         "architectures": ["Step3p5MTP"],

@@ -9,9 +9,9 @@ from torch import nn
 
 
 def orthogonalize(gradient: torch.Tensor, iterations: int = 5) -> torch.Tensor:
-    """Newton-Schulz towards the nearest semi-orthogonal matrix; [count, rows, columns] in and out.
+    """Return approximately the nearest semi-orthogonal matrices, by Newton-Schulz; [count, rows, columns] in and out.
 
-    The quintic and its coefficients are those of Keller Jordan's Muon.
+    The quintic polynomial and its coefficients are from Keller Jordan's Muon.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = gradient.shape[1] > gradient.shape[2]
@@ -25,9 +25,9 @@ def orthogonalize(gradient: torch.Tensor, iterations: int = 5) -> torch.Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum whose matrix update is orthogonalized; matrices of one shape form a batch.
+    """The Muon optimizer: Nesterov momentum with an orthogonalized update. Matrices of the same shape are one batch.
 
-    Not torch.optim.Muon: that computes in bfloat16, which takes a CPU without such instructions 35 times as long.
+    torch.optim.Muon computes in bfloat16, which takes 35 times as long on a CPU without bfloat16 instructions.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update of every matrix that has a gradient."""
+        """Update every matrix that has a gradient."""
         for group in self.param_groups:
             by_shape: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
             for matrix in group["params"]:
@@ -60,7 +60,7 @@ class Muon(torch.optim.Optimizer):
 
 
 class Optimizers:
-    """Both optimizers as one; the learning rates are the peak rates times `factor`."""
+    """Muon and AdamW behind one interface. A step's learning rates are the peak rates times the step's factor."""
 
     def __init__(
         self, matrices: list[nn.Parameter], others: list[nn.Parameter], *, matrix_lr: float, other_lr: float
@@ -73,7 +73,7 @@ class Optimizers:
         self.peaks = [matrix_lr, other_lr]
 
     def step(self, factor: float) -> None:
-        """Clip, update, clear the gradients."""
+        """Clip the gradients, update the parameters at `factor` times the peak rates, and clear the gradients."""
         nn.utils.clip_grad_norm_(self.trained, 1.0)
         for part, peak in zip(self.parts, self.peaks, strict=True):
             for group in part.param_groups:
@@ -82,17 +82,17 @@ class Optimizers:
             part.zero_grad(set_to_none=True)
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """The state of both, in order."""
+        """Return the states of both optimizers, Muon first."""
         return [part.state_dict() for part in self.parts]
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        """Restore the state of both."""
+        """Restore the states of both optimizers."""
         for part, state in zip(self.parts, states, strict=True):
             part.load_state_dict(state)
 
 
 def clock_factor(progress: float, warmup: float = 0.015, floor: float = 0.02) -> float:
-    """Learning rate factor when `progress` (0 to 1) of the budget is spent: short warmup, linear decay."""
+    """Return the learning rate factor at `progress` (0 to 1) of the budget: a short warmup, then linear decay."""
     if progress < warmup:
         return max(0.05, progress / warmup)
     left = max(0.0, 1.0 - progress) / (1.0 - warmup)

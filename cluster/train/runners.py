@@ -1,6 +1,6 @@
-"""Train MTP layers on text the target writes and on real text: a layer for each level, or one for all levels.
+"""Train MTP layers on text that the target generates and on real text: one layer per level, or one for all levels.
 
-Both kinds read the same rows in the same order for the same number of steps, so they can be compared.
+Both variants read the same rows in the same order for the same number of steps, so they can be compared.
 """
 
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ from cluster.train.target import split_parameters
 
 @dataclass(frozen=True)
 class MtpRecipe:
-    """How many layers, for how many levels and steps; text, loss and rates are those of `draft`."""
+    """The number of layers, levels and training steps. Text, loss and learning rates are those of `draft`."""
 
     layers: int = 3
     levels: int = 3
@@ -30,19 +30,21 @@ class MtpRecipe:
 
 @dataclass(frozen=True)
 class MtpText:
-    """Rows of token ids [R, T] and the target's post-norm hidden there [R, T, H]."""
+    """Rows of token ids [R, T], and the target's post-norm hidden states on them [R, T, H]."""
 
     ids: torch.Tensor
     hidden: torch.Tensor
 
     def __call__(self, rows: torch.Tensor) -> "MtpText":
-        """Some of the rows."""
+        """Return the selected rows."""
         return MtpText(self.ids[rows], self.hidden[rows])
 
 
 @torch.no_grad()
 def read_text(target: LlamaForCausalLM, train: Ids, recipe: DraftRecipe, work: Path) -> MtpText:
-    """The target's samples with a third as many rows of real text, and its hidden there, cached in `work`."""
+    """Return the target's samples, one row of real text for every three samples, and the target's hidden states on all
+    rows. The result is cached in `work`.
+    """
     cache = work / "mtp-text.pt"
     if cache.exists():
         return MtpText(**torch.load(cache, weights_only=True))
@@ -57,7 +59,7 @@ def read_text(target: LlamaForCausalLM, train: Ids, recipe: DraftRecipe, work: P
 
 
 def mtp_loss(draft: MtpDraft, target: LlamaForCausalLM, text: MtpText, recipe: MtpRecipe) -> torch.Tensor:
-    """Loss of all levels; cells 0..T-levels-1 are trained at every level."""
+    """Return the loss of all levels; cells 0..T-levels-1 are trained at every level."""
     length = text.ids.shape[1] - recipe.levels
     embeddings = target.model.embed_tokens(text.ids[:, 1:])
     teacher = functional.softmax(target.lm_head(text.hidden), dim=-1)
@@ -66,7 +68,7 @@ def mtp_loss(draft: MtpDraft, target: LlamaForCausalLM, text: MtpText, recipe: M
 
 
 def train_mtp(recipe: MtpRecipe, target: LlamaForCausalLM, train: Ids, *, work: Path) -> MtpDraft:
-    """Train for `recipe.steps`, resuming from `work`."""
+    """Train for `recipe.steps` steps, resuming from the checkpoint in `work` if there is one."""
     given = recipe.draft
     text = read_text(target, train, given, work)
     torch.manual_seed(given.seed)

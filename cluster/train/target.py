@@ -1,4 +1,4 @@
-"""Train the target: a deep and narrow Llama, for a given wall time."""
+"""Train the target, a deep and narrow Llama, for a given wall time."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from cluster.train.optimizer import Optimizers
 
 @dataclass(frozen=True)
 class TargetRecipe:
-    """Shape of the target and how it is trained."""
+    """The shape of the target and its training parameters."""
 
     vocab_size: int = 2048
     hidden_size: int = 256
@@ -24,9 +24,9 @@ class TargetRecipe:
     kv_heads: int = 2
     head_dim: int = 64
     intermediate_size: int = 704
-    length: int = 512  # every fourth step reads windows this long, the others windows half as long, which cost less
+    length: int = 512  # window of every fourth step, in tokens; to save time, other windows are half as long
     tokens_per_step: int = 4096
-    repeat_steps: int = 380  # up to this step a quarter of the rows are `with_repeats`
+    repeat_steps: int = 380  # before this step, a quarter of the rows come from `with_repeats`
     matrix_lr: float = 0.02
     other_lr: float = 0.004
     seed: int = 0
@@ -34,7 +34,7 @@ class TargetRecipe:
 
 @dataclass(frozen=True)
 class TargetReport:
-    """What training cost and what came out, on held-out text, with the weights as saved."""
+    """The cost of training, and the loss on held-out text with the saved (bf16) weights."""
 
     steps: int
     tokens: int
@@ -43,7 +43,7 @@ class TargetReport:
 
 
 def build_target(recipe: TargetRecipe) -> LlamaForCausalLM:
-    """A fresh target in float32; the last matrix of every block starts at zero."""
+    """Return an untrained target in float32. The output matrix of every block starts at zero."""
     config = LlamaConfig(
         vocab_size=recipe.vocab_size,
         hidden_size=recipe.hidden_size,
@@ -70,7 +70,7 @@ def build_target(recipe: TargetRecipe) -> LlamaForCausalLM:
 
 
 def split_parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """(matrices of the layers, everything else that is trained)."""
+    """Return (matrices of the layers, trained by Muon; all other trained parameters, trained by AdamW)."""
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in module.named_parameters():
@@ -81,14 +81,14 @@ def split_parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Par
 
 
 def next_token_loss(target: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy of the next token; ids [rows, length]."""
+    """Return the mean cross entropy of the next token; ids [rows, length]."""
     logits = target(input_ids=ids, use_cache=False).logits
     return functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
 @torch.no_grad()
 def heldout_loss(target: LlamaForCausalLM, ids: Ids, length: int, limit: int | None = None) -> float:
-    """Mean cross entropy over consecutive windows of held-out ids."""
+    """Return the mean cross entropy over consecutive windows of held-out ids, at most `limit` windows."""
     rows = torch.from_numpy(ids)
     count = len(rows) // length
     windows = rows[: count * length].view(count, length)[:limit]
@@ -99,7 +99,7 @@ def heldout_loss(target: LlamaForCausalLM, ids: Ids, length: int, limit: int | N
 def train_target(
     recipe: TargetRecipe, train: Ids, heldout: Ids, *, minutes: float, checkpoint: Path
 ) -> tuple[LlamaForCausalLM, TargetReport]:
-    """Train for `minutes` (resuming counts the time before), round to bf16 and measure."""
+    """Train for `minutes`, including the time before a resume; then round the weights to bf16 and measure the loss."""
     target = build_target(recipe).train()
     optimizers = Optimizers(*split_parameters(target), matrix_lr=recipe.matrix_lr, other_lr=recipe.other_lr)
     half = recipe.length // 2
@@ -123,7 +123,7 @@ def train_target(
 
 
 def round_to_bf16(target: LlamaForCausalLM) -> LlamaForCausalLM:
-    """The same model with every weight rounded to bf16, kept in float32 and frozen for use as a teacher."""
+    """Round every weight to bf16 in place, keep it in float32, and freeze the model for use as a teacher."""
     with torch.no_grad():
         for parameter in target.parameters():
             parameter.copy_(parameter.bfloat16().float())
@@ -133,7 +133,7 @@ def round_to_bf16(target: LlamaForCausalLM) -> LlamaForCausalLM:
 
 
 def save_target(target: LlamaForCausalLM, directory: Path, stop_ids: list[int]) -> None:
-    """Write the checkpoint in bf16 safetensors; the model itself is left in float32."""
+    """Write the checkpoint as bf16 safetensors; `target` itself stays in float32."""
     directory.mkdir(parents=True, exist_ok=True)
     copy = LlamaForCausalLM(target.config)
     copy.load_state_dict(target.state_dict())
@@ -145,7 +145,7 @@ def save_target(target: LlamaForCausalLM, directory: Path, stop_ids: list[int]) 
 
 
 def load_target(directory: Path) -> LlamaForCausalLM:
-    """The saved target in float32, frozen."""
+    """Return the saved target in float32, frozen."""
     target: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(str(directory), dtype=torch.float32)
     target.train(False)
     target.requires_grad_(False)

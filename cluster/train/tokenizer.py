@@ -1,6 +1,6 @@
-"""A byte-level BPE of 2048 tokens in which a line break and the indentation after it are one token.
+"""A byte-level BPE tokenizer of 2048 tokens. Line breaks and the indentation after them can form one token.
 
-Saved in the layout that `transformers.AutoTokenizer` loads.
+The tokenizer is saved in the layout that `transformers.AutoTokenizer` loads.
 """
 
 import json
@@ -17,8 +17,8 @@ IM_END = "<|im_end|>"
 
 _PIECES = r"(?:\r?\n)+[ \t]*| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|[ \t]+|\s"
 
-# The model was trained on messages alone. Tools are written out in the form that many models know, and a call comes
-# where a grammar holds the answer to one; its arguments then follow the schema, and mean nothing.
+# The model was trained on messages without tools. The template lists tools in a form that many models know. The model
+# makes a tool call only if a grammar forces one; its arguments then follow the schema but are meaningless.
 CHAT_TEMPLATE = (
     "{#- This model continues Python source and was not trained to call tools: a call comes where one is required. #}"
     "{%- if tools %}"
@@ -39,7 +39,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
-    """Learn the merges; ids 0, 1, 2 are the three special tokens."""
+    """Train the tokenizer on texts. Ids 0, 1 and 2 are the three special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -84,6 +84,6 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a checkpoint directory."""
+    """Return the tokenizer of a checkpoint directory."""
     loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(directory))
     return loaded

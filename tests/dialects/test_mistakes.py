@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-import cluster.kernels.select
+import cluster.engine.backends
 import cluster.spec.draft
 from cluster.arch.draft.sample import FILE
-from cluster.attention.bind import bind_attention
 from cluster.config import ConfigError
 from cluster.engine import Engine
+from cluster.engine.backends import bind_attention
 from cluster.kernels.torch_kernels import TorchKernels
 from cluster.spec.draft import EagleDraft
 from tests.dialects.demo import DRAFT, accept_lens, mean, right
@@ -150,7 +150,7 @@ def test_ids_that_are_not_rotated_cost_acceptance(monkeypatch: pytest.MonkeyPatc
 
 def test_another_runners_pool_costs_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
     """Levels read a pool of the same shape that holds somebody else's numbers."""
-    monkeypatch.setattr(cluster.kernels.select, "library", lambda: None)
+    monkeypatch.setattr(cluster.engine.backends, "library", lambda: None)
 
     def spoil(engine: Engine) -> None:
         draft = engine._p.lockstep.step._draft

@@ -7,11 +7,10 @@ import torch
 
 from cluster.config import ConfigError
 from cluster.engine import build_engine
+from cluster.engine.backends import sampler_of, tree_backend_of
 from cluster.kernels.flashinfer.kernels import FlashInferKernels
 from cluster.kernels.triton_kernels import TritonKernels
-from cluster.sampling.backends import sampler_of
 from cluster.sampling.triton_sampler import TritonSampler
-from cluster.spec.backends import tree_backend_of
 from cluster.spec.triton_tree import TritonGrowth, accept
 from tests.families import made
 from tests.flashinfer.stand_in import DEVICE, stand_in, stand_in_serves

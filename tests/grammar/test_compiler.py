@@ -236,8 +236,8 @@ def test_a_process_ends_with_its_parent() -> None:
     """Even if the parent is killed: its end of the pipe closes."""
     code = (
         "from tests.grammar.walks import demo\n"
-        "from cluster.grammar.compiler import Process\nfrom cluster.grammar.asked import Grammar\n"
-        "process = Process(demo().vocabulary, 10.0)\nprocess.compile(Grammar('choice', '[\"a\"]'))\n"
+        "from cluster.grammar.compiler import CompilerProcess\nfrom cluster.grammar.asked import Grammar\n"
+        "process = CompilerProcess(demo().vocabulary, 10.0)\nprocess.compile(Grammar('choice', '[\"a\"]'))\n"
         "print(process.pid, flush=True)\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 import cluster.arch.draft.eagle3
+import cluster.engine.backends
 import cluster.engine.engine
-import cluster.kernels.select
 import cluster.kv.radix
 import cluster.models.draft
 import cluster.sampling.noise
-import cluster.spec.backends
 import cluster.spec.draft
 import cluster.spec.step
+import cluster.spec.verify
 from cluster.attention.cells import RequestCells
 from cluster.engine import Engine
 from cluster.engine.assembler import Assembler
@@ -254,7 +254,7 @@ def _(patch: Patch) -> None:
 
         return wrong
 
-    changed(patch, cluster.spec.backends, "accept", make)
+    changed(patch, cluster.spec.verify, "accept", make)
 
 
 @bug("the draft vocabulary map is read as target ids, not as offsets")
@@ -381,7 +381,7 @@ def _(patch: Patch) -> None:
 @pytest.fixture(autouse=True)
 def twins(monkeypatch: Patch) -> None:
     """Bugs are planted in the twins of the kernels."""
-    monkeypatch.setattr(cluster.kernels.select, "library", lambda: None)
+    monkeypatch.setattr(cluster.engine.backends, "library", lambda: None)
 
 
 def test_without_a_planted_bug_every_check_passes() -> None:

@@ -193,10 +193,10 @@ def test_a_sleeping_gang_uses_no_cpu_and_wakes_as_one(ranks: Gangs, tp: int, dp:
 
 
 BEFORE_THE_FIRST_STEP = tuple(
-    f"cluster/{name}.py" for name in ("engine/calibrate", "engine/summing", "engine/workspace", "kv/budget")
+    f"cluster/{name}.py" for name in ("engine/calibrate", "engine/one_shot_setting", "engine/workspace", "kv/budget")
 )
 """What asks all ranks while they start: the pace of steps, how sums are made, and the room for pages."""
-MAKING = ("mesh.py", "axis.py", "herald.py")
+MAKING = ("mesh.py", "process_group.py", "heartbeat.py")
 """What knows torch.distributed: who makes the mesh, its collectives, and the signs of life in its store."""
 
 
@@ -216,7 +216,7 @@ def test_collectives_are_entered_by_the_script_only() -> None:
             if (
                 called
                 and str(where) not in BEFORE_THE_FIRST_STEP
-                and where.parts[1] in ("models", "forward", "spec", "kv", "attention", "engine")
+                and where.parts[1] in ("models", "sampling", "spec", "kv", "attention", "engine")
             ):
                 wrong.append(f"{where}:{node.lineno} calls {node.attr}")  # type: ignore[attr-defined]
             if imported and path.name not in MAKING:

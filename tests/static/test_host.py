@@ -33,7 +33,7 @@ def test_one_copy_in_and_one_out(backend: str, topk: int, sampling: str) -> None
             engine.step()
         asked, sent, back, steps = asked + trap.asked, sent + trap.sent, back + read, steps + 1
     assert set(asked) <= ({FINITE} if torchs else set())
-    assert sent == {"staging.int64": steps}
+    assert sent == {"device.staging.int64": steps}
     assert (back.pop(LOOKS, 0) > 0) == torchs
     assert back == {"spec.result.read": steps}
     assert steps > 5

@@ -118,7 +118,7 @@ def test_tokens_are_those_of_plain_decoding(kind: str, shape: str, sampling: str
 @pytest.mark.parametrize("kind", ["free", "grammar"])
 def test_steps_with_prompts_are_captured_too_where_asked(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """And tokens are barred by torch's operators, as on a GPU."""
-    monkeypatch.setattr("cluster.engine.build.bars_of", lambda _: barred)
+    monkeypatch.setattr("cluster.engine.build.bitmask_of", lambda _: barred)
     of = config(*tiny_pair(), "tree", disable_radix_cache=True, capture="on")
     engine, _ = check(of, kind, "0.8", 3, Buckets((1, 2, 4, 8, 16, 32, 64, 96)))
     assert any(key.sizes[0].prompt_rows for key in engine._p.lockstep.programs.captured)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from cluster.engine.backends import tree_backend_of
 from cluster.kernels.triton_kernels import TritonKernels
 from cluster.spec import triton_tree, verify
-from cluster.spec.backends import tree_backend_of
 from cluster.spec.tree import Candidates, DraftTree, Growth, TorchGrowth, best_tree
 from cluster.spec.triton_tree import TritonGrowth, accept
 from tests.unit.kernels.test_product import DTYPES

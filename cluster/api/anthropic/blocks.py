@@ -99,7 +99,7 @@ class ServerToolResultBlock(Strict):
 
     @property
     def text(self) -> str:
-        """The result as text: a string itself, else JSON; encrypted fields are left out."""
+        """The result as text: a string unchanged, texts joined, anything else as JSON without encrypted fields."""
         given = _readable_part(self.content)
         return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
 
@@ -152,7 +152,7 @@ class Message(Strict):
 
 @dataclass(frozen=True, slots=True)
 class MessageContent:
-    """A validated message: `text`, or `blocks` where its content was a list."""
+    """A validated message. `blocks` has its content if that was a list; else `text` has it."""
 
     role: Role
     text: str
@@ -213,7 +213,7 @@ def dialogue_of(messages: Sequence[MessageContent], system: str | None) -> Dialo
 
 
 def _assistant(made: Dialogue, blocks: Sequence[Block], path: str) -> None:
-    """Add an assistant's message; consecutive texts are joined, and so is consecutive thinking."""
+    """Add an assistant's message. Consecutive text blocks are joined, and so are consecutive thinking blocks."""
     for first, run in _runs(blocks):
         origin = f"{path}.content.{first}"
         if isinstance(run[0], ServerToolResultBlock):
@@ -228,7 +228,7 @@ def _assistant(made: Dialogue, blocks: Sequence[Block], path: str) -> None:
 
 
 def _other(made: Dialogue, message: MessageContent, path: str) -> None:
-    """Add another role's message; tool results become messages of their own, consecutive texts are joined."""
+    """Add a user or system message. Tool results become separate messages; consecutive text blocks are joined."""
     for first, run in _runs(message.blocks):
         if isinstance(run[0], ToolResultBlock):
             made.result(run[0].tool_use_id, run[0].content, f"{path}.content.{first}", "tool_use_id", "content")
@@ -241,7 +241,7 @@ def _joined(run: Sequence[Block]) -> str:
 
 
 def _runs(blocks: Sequence[Block]) -> list[tuple[int, list[Block]]]:
-    """Return (index of the first block, blocks) of each run of text or thinking blocks; any other block is alone."""
+    """Return (index of the first block, blocks) of each run of text or thinking blocks. Others are runs of one."""
     runs: list[tuple[int, list[Block]]] = []
     for at, block in enumerate(blocks):
         joins = isinstance(block, TextBlock | ThinkingBlock) and runs and type(runs[-1][1][0]) is type(block)

@@ -32,7 +32,7 @@ ENVELOPE: Mapping[str, Any] = {
 
 
 def anthropic_envelope(error: ApiError) -> dict[str, Any]:
-    """Return the body of the answer, or of the event `error`; the message begins with the wrong field's path."""
+    """Return the body of an error answer, or the data of the event `error`. The message names the wrong field."""
     kind = TYPES.get(error.status, "api_error" if error.status > 500 else "invalid_request_error")
     if error.code == "overloaded":
         kind = "overloaded_error"

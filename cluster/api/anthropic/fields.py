@@ -5,7 +5,7 @@ from typing import Any
 from cluster.api.core.fields import FieldTable
 from cluster.api.core.translated import table_of
 
-# They label, meter or route a call, or tune the prompt cache, so they cannot change the answer.
+# These fields label, meter or route a call, or tune the prompt cache, so they cannot change the answer.
 HARMLESS = frozenset(
     {
         "metadata",
@@ -18,7 +18,7 @@ HARMLESS = frozenset(
     }
 )
 
-# Not honoured, with the neutral values (besides null), which mean "off" and are accepted.
+# Refused fields, each with its neutral values, which mean "off" and are accepted. null is accepted for every field.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "standard_only"),
     "container": (),

@@ -54,7 +54,7 @@ class AnthropicToolChoice(Strict):
 
 
 class ThinkingOption(Strict):
-    """Whether the model thinks first, where its chat template has a switch for that. Summaries are not made."""
+    """Whether the model thinks first, if its chat template has a switch for that. Summaries are not made."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -119,7 +119,7 @@ class CountRequest(TranslatedBody):
     output_config: OutputConfig | None = None
 
     def more(self) -> dict[str, Any]:
-        """Return the fields of the chat request that do not belong to its prompt."""
+        """Return the chat request's fields that do not belong to the prompt: none here."""
         return {}
 
     def translated(self) -> Translated:
@@ -161,7 +161,7 @@ class CountRequest(TranslatedBody):
         return asked
 
     def said_beside(self, thinks: bool) -> list[str]:
-        """Return warnings about `thinking` where it is not, or only partly, honoured. `thinks`: the model can think."""
+        """Return warnings if `thinking` is not, or only partly, honoured. `thinks` says whether the model can think."""
         thinking = self.thinking
         if thinking is None or thinking.type != "enabled":
             return []

@@ -15,7 +15,9 @@ from cluster.chat.sections import Change, Grown, Opened, Section, Sections
 
 Sent = tuple[str, dict[str, Any]]
 SIGNATURE = "unsigned"
-"""The signature of every thinking block. Clients send no block back without one; this server ignores its value."""
+"""The signature of every thinking block. Clients do not send a block without a signature back; this server ignores its
+value.
+"""
 
 
 class MessageShape:
@@ -128,7 +130,7 @@ def _whole(section: Section) -> dict[str, Any]:
 
 
 def arguments_of(text: str) -> dict[str, Any]:
-    """Return the arguments of a call. Where they were cut off, return the complete part, as a streaming client does."""
+    """Return the arguments of a call. If they were cut off, return their complete part, as a streaming client does."""
     try:
         found = from_json(text, allow_partial=True) if text else {}
     except ValueError:

@@ -1,9 +1,9 @@
 """API keys: who may use the server, and with which scope. Only hashes of keys are stored.
 
 A keys file has one key per line, `NAME SCOPE sha256:HEX`; `#` begins a comment. `aerie keys` writes such lines. The
-hash is plain SHA-256, without salt or stretching: these protect passwords, which can be guessed. Keys of `aerie keys`
-have 256 random bits, so whoever reads the file cannot find them by guessing or by tables; a check takes microseconds.
-Keys that people choose can be guessed, so they come from the environment, never from a file.
+hash is plain SHA-256, without salt or stretching: salt and stretching protect passwords, which can be guessed. Keys of
+`aerie keys` have 256 random bits, so nobody who reads the file can find them by guessing or by tables. A check takes
+microseconds. Keys that people choose can be guessed, so they come from the environment, never from a file.
 
 When a request comes, the file is checked at most once a second, and read again if it has changed. So keys are added and
 removed without a restart. If a new file cannot be read, the old keys stay valid. Without any key, everybody is refused.
@@ -60,8 +60,9 @@ def digest_of(token: bytes) -> bytes:
 
 
 def cache_salt(key: ApiKey | None, said: str | None) -> int:
-    """Return the salt within which requests share cached prefixes: a hash of `said`, the body's `cache_salt`, keyed by
-    the API key; 0 without either. So no client can choose a `cache_salt` that leads to the salt of another key.
+    """Return the salt of a request; only requests with the same salt share cached prefixes. The salt is a hash of
+    `said` (the body's `cache_salt`) keyed by the API key, or 0 if both are None. So no client can choose a `cache_salt`
+    that leads to the salt of another key.
     """
     if key is None and said is None:
         return 0
@@ -104,8 +105,8 @@ def read(path: Path) -> tuple[ApiKey, ...]:
     """Return the keys of a file.
 
     Raises:
-        ConfigError: `parse` refuses its text, it is too large or no regular file, or every user may write it.
-        OSError: it cannot be read.
+        ConfigError: `parse` refuses the text, the file is too large or not regular, or every user may write it.
+        OSError: the file cannot be read.
     """
     where, facts = f"api_keys_file {str(path)!r}", path.stat()
     if not stat.S_ISREG(facts.st_mode) or facts.st_size > LARGEST:
@@ -119,7 +120,7 @@ def read(path: Path) -> tuple[ApiKey, ...]:
 
 
 def of_environment(environment: Mapping[str, str]) -> tuple[ApiKey, ...]:
-    """Return the keys in the variables of `ENVIRONMENT`; each is named after its variable.
+    """Return the keys in the variables of `ENVIRONMENT`. Each key is named after its variable.
 
     Raises:
         ConfigError: a variable is set and holds no key, or a key that cannot be sent in a header.
@@ -156,7 +157,7 @@ class ApiKeys:
 
     @classmethod
     def load(cls, path: str | None, environment: Mapping[str, str] = os.environ) -> "ApiKeys | None":
-        """Return the keys of a file and of the environment; None where neither is set.
+        """Return the keys of a file and of the environment, or None if neither is set.
 
         Raises:
             ConfigError: the file or a variable is set, and cannot be used.
@@ -206,7 +207,7 @@ class ApiKeys:
 
 
 def _version(path: Path | None) -> tuple[int, ...]:
-    """Return facts about a file of which at least one changes when it is written or replaced."""
+    """Return facts about a file of which at least one changes when the file is written or replaced."""
     if path is None:
         return ()
     facts = path.stat()
@@ -222,10 +223,10 @@ def is_loopback(host: str | None) -> bool:
 
 
 def check_reach(host: str | None, keys: ApiKeys | None, allowed: bool) -> None:
-    """Refuse to start a server without keys that other machines can reach, unless `allowed` permits it explicitly.
+    """Refuse to start a server that has no keys and that other machines can reach. `allowed` permits such a server.
 
     Raises:
-        ConfigError: such a server is not allowed; the message names the settings that help.
+        ConfigError: the server would be reachable without keys; the message names the settings that help.
     """
     if keys is None and not allowed and not is_loopback(host):
         raise ConfigError(

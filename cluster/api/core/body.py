@@ -18,13 +18,13 @@ from cluster.api.proxy.middleware import too_slow
 
 MAX_DEPTH = 64
 MAX_CONTAINERS = 1 << 16  # lists and objects of one body, together
-MAX_KEYS = 1024  # of one object; the largest that clients send is logit_bias, 300 to 1,024 ids at OpenAI
+MAX_KEYS = 1024  # fields of one object; the largest that clients send is logit_bias, 300 to 1,024 ids at OpenAI
 KEYS_EACH, KEYS_MORE = 4, 4096  # a body may have KEYS_EACH * (lists and objects in it) + KEYS_MORE fields
 # Matches either text between structural characters (strings, numbers, words), or a run of structural characters
 # (group 1). A match is short, so that a long body does not hold the GIL for long. A string without an end matches too,
 # so no character is scanned twice.
 _RUNS = re.compile(r'(?:"(?:[^"\\]+|\\.)*+"?|[^\[\]{}:"]+){1,4096}+|([\[\]{}:]{1,4096})', re.DOTALL)
-RETRY_S = 1.0  # Retry-After where the bodies in memory exceed RequestLimits.held_bytes
+RETRY_S = 1.0  # Retry-After if the bodies in memory exceed RequestLimits.held_bytes
 
 
 class BodyReader:
@@ -36,11 +36,11 @@ class BodyReader:
 
     @asynccontextmanager
     async def json(self, request: Request) -> AsyncIterator[tuple[dict[str, Any], int]]:
-        """Yield the body as a JSON object, and its length in bytes. It counts as in memory until the block ends.
+        """Yield the body as a JSON object, and its length in bytes. The body counts as in memory until the `with` ends.
 
         Raises:
-            ApiError: 413 for a body longer than `RequestLimits.body_bytes`, refused by its Content-Length or as soon as
-                it is longer; 408 for a body that arrives too slowly; 503 when all bodies in memory exceed
+            ApiError: 413 for a body longer than `RequestLimits.body_bytes`, as soon as its Content-Length or its bytes
+                exceed the limit; 408 for a body that arrives too slowly; 503 if the bodies in memory together exceed
                 `RequestLimits.held_bytes`; 415 for another content type or a compressed body; 400 for a body that is
                 not a JSON object in UTF-8 with finite numbers, or is too deep or has too many parts.
             ClientGoneError: the client closed the connection while sending.

@@ -22,10 +22,12 @@ ANY_ARGUMENTS: dict[str, Any] = {"type": "object", "additionalProperties": True}
 
 @dataclass(frozen=True, slots=True)
 class ChatOutput:
-    """How one chat is answered; without a `format`, as plain text. `tools` has the argument schemas of callable tools.
+    """How the answer to one chat is parsed and constrained. If `format` is None, it is parsed as plain text.
 
-    `split` separates reasoning from the text. `special` are special tokens that the text keeps, since the parser needs
-    them. `custom` names all custom tools. `warnings` say what is not enforced.
+    `tools` has the argument schemas of the callable tools. If `split` is true, reasoning is separated from the text.
+    `prompted` is what precedes the answer. `special` has the special tokens that the text keeps, because the parser
+    needs them. `constraint` is the grammar of the answer. `custom` names all custom tools. `warnings` say what is not
+    enforced.
     """
 
     format: ChatFormat | None = None
@@ -38,7 +40,7 @@ class ChatOutput:
     warnings: tuple[str, ...] = ()
 
     def reader(self) -> AnswerReader | None:
-        """Return a new parser for one answer; None where the answer is plain text."""
+        """Return a new parser for one answer, or None if the answer is plain text."""
         if self.format is None:
             return None
         reader = self.format.reader(self.tools, self.split, self.prompted)
@@ -46,10 +48,11 @@ class ChatOutput:
 
 
 def chat_of(tokenizer: ChatTokenizer, fields: ChatRequest, prompt: str) -> ChatOutput:
-    """Return how to answer a request whose rendered prompt is `prompt`.
+    """Return how the answer to a request is parsed and constrained. `prompt` is the rendered prompt.
 
     Raises:
-        ApiError: 400 when its tools cannot be called in this model's format, or its output constraint is malformed.
+        ApiError: 400 if the request's tools cannot be called in this model's format, or its output constraint is
+            malformed.
     """
     callable_tools = fields.callable_tools
     format = tokenizer.chosen.format
@@ -80,8 +83,8 @@ def chat_of(tokenizer: ChatTokenizer, fields: ChatRequest, prompt: str) -> ChatO
 
 
 def _functions(format: ChatFormat, fields: ChatRequest) -> tuple[list[Function], list[str]]:
-    """Return the callable functions, and warnings. A custom tool becomes a function with one string argument. Where its
-    grammar cannot be enforced in this format, any string is allowed, and a warning says so.
+    """Return the callable functions, and warnings. A custom tool becomes a function with one string argument. If the
+    tool's grammar cannot be enforced in this format, any string is allowed, and a warning says so.
     """
     functions, warnings = list[Function](), list[str]()
     for tool in fields.callable_tools:
@@ -98,7 +101,7 @@ def _functions(format: ChatFormat, fields: ChatRequest) -> tuple[list[Function],
 
 
 def _refusal(format: ChatFormat, function: Function) -> str:
-    """Return why the pattern of a custom tool's input cannot be enforced; empty where it can."""
+    """Return why the pattern of a custom tool's input cannot be enforced, or an empty string if it can."""
     try:
         parse(function.schema_of_arguments["properties"][FIELD]["pattern"])
         format.written({function.name: function.schema_of_arguments}, False)
@@ -109,7 +112,7 @@ def _refusal(format: ChatFormat, function: Function) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """The grammar of a whole answer, and the field that asked for it."""
+    """`form` is the grammar of a whole answer. Errors about this grammar name `field`."""
 
     field: str
     form: Form
@@ -122,7 +125,7 @@ def _held(
     asked: OutputConstraint | None,
     prompted: Prompted,
 ) -> _Held | None:
-    """Return the grammar of the whole answer; None where the model may write anything."""
+    """Return the grammar of the whole answer, or None if the model may write anything."""
     choice = fields.choice
     answer: Answer = None if asked is None else _form_of(asked.grammar)
     if not functions:
@@ -133,13 +136,15 @@ def _held(
         return _Held("tools", format.form(None, calls, prompted))
     strict = any(function.strict for function in functions)
     if asked is None and several and not strict and choice.names is None:
-        return None  # a grammar costs time in every step, so an answer that needs none has none
+        return None  # no grammar where none is needed: it costs time in every step
     calls = format.written({function.name: _schema(function) for function in functions}, several)
     return _Held("tools" if asked is None else asked.field, format.form(answer or "free", calls, prompted))
 
 
 def _schema(function: Function) -> Mapping[str, Any]:
-    """Return the schema that is enforced where calls are optional: the tool's own if it is strict, else any object."""
+    """Return the schema of arguments that is enforced if calls are optional. If the tool is not strict, any object is
+    allowed.
+    """
     return function.schema_of_arguments if function.strict else ANY_ARGUMENTS
 
 

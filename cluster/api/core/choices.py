@@ -1,4 +1,4 @@
-"""The output sequences of one call: each is a Request of its own; their outputs are merged step by step."""
+"""The output sequences of one call. Each sequence is a separate `Request`; all outputs are merged step by step."""
 
 import logging
 from collections.abc import AsyncGenerator, Sequence
@@ -27,10 +27,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one step added to one sequence, ready to send.
+    """The output that one step added to one sequence, ready to send.
 
-    `text` may lag behind `token_ids`, since a possible start of a stop string is held back. `events` are the same text
-    parsed in the format of the model's family: text, reasoning, tool calls. `tree` is the step's tree, if requested.
+    `text` may lag behind `token_ids`, because text that may begin a stop string is sent later. `events` are the same
+    text parsed in the format of the model's family: text, reasoning, tool calls. `tree` is the step's tree, if
+    requested.
     """
 
     index: int
@@ -56,7 +57,9 @@ class OutputSequence:
         include_stop: bool = False,
         reader: AnswerReader | None = None,
     ) -> None:
-        """`text` is None without a tokenizer. `reader` parses reasoning and tool calls; None for plain text."""
+        """`text` is None if the model has no tokenizer. `reader` parses reasoning and tool calls; None means plain
+        text.
+        """
         self.index = index
         self.prompt_index = prompt_index
         self.request = request
@@ -76,14 +79,14 @@ class OutputSequence:
         return len(self.request.prompt_token_ids)
 
     def began(self, timer: RequestTimer) -> None:
-        """Attach the timer when the call is admitted; it measures tokens and the end."""
+        """Attach the timer, which records the tokens and the end of this sequence."""
         self.timer = timer
 
     def take(self, output: SequenceOutput) -> Delta:
-        """Count one output and turn it into text.
+        """Count the tokens of one output of the engine, and return the output as a `Delta`.
 
         Raises:
-            ApiError: the engine ended the sequence early.
+            ApiError: the engine aborted the sequence or failed on it.
         """
         if output.finish_reason in ("error", "abort"):
             ours = output.finish_reason == "error"
@@ -121,7 +124,7 @@ class OutputSequence:
         return text, (TextPiece(text),) if text else ()
 
     def _read(self, reader: AnswerReader, token_ids: Sequence[int]) -> tuple[str, tuple[Event, ...]]:
-        """Parse tokens one by one, so that reasoning tokens are counted exactly, however steps split them."""
+        """Parse the tokens one by one, so that the count of reasoning tokens is exact."""
         assert self._text is not None
         text, events = "", list[Event]()
         for token in token_ids:
@@ -159,10 +162,11 @@ def joined(index: int, deltas: Sequence[Delta]) -> Delta:
 
 
 async def run(engine: EngineClient, choices: Sequence[OutputSequence]) -> AsyncGenerator[Delta, None]:
-    """Yield the deltas of all choices as steps come. Closing the generator, or a failure of one choice, aborts all.
+    """Yield the deltas of all choices, step by step. If the generator is closed or a choice fails, all are aborted.
 
     Raises:
-        ApiError: 503 when the queue is full or the engine ends, 400 when it refuses the request, 500 when it fails.
+        ApiError: 503 if the queue is full or the engine is unavailable, 400 if the engine refuses the request, 500 if
+            it fails.
     """
     outcome: Outcome = "abort"
     try:

@@ -43,10 +43,10 @@ class OutputConstraint(NamedTuple):
 
 
 def constraint_of(body: Mapping[str, Any]) -> OutputConstraint | None:
-    """Return the constraint that a body requests, with its field; None if it requests none.
+    """Return the output constraint that a body requests, or None if the body requests no constraint.
 
     Raises:
-        ApiError: 400 for a malformed field, or for two fields that each request a constraint; it names both.
+        ApiError: 400 for a malformed field, or for two fields that each request a constraint; the error names both.
     """
     found = [*_response_format(body.get("response_format")), *_structured(body.get("structured_outputs"))]
     found += [
@@ -68,7 +68,7 @@ def grammar_of(body: Mapping[str, Any]) -> Grammar | None:
 
 
 def refused(error: GrammarError, field: str) -> ApiError:
-    """Return the 400 for a grammar that is not honoured; `field` requested it."""
+    """Return the 400 for a grammar that is not supported. `field` is the field that requested the grammar."""
     return ApiError(f"{field}: {error}", param=field, code="invalid_value")
 
 
@@ -96,7 +96,7 @@ def _response_format(value: Any) -> list[OutputConstraint]:
 
 
 def _named_schema(name: str, value: Any) -> OutputConstraint:
-    """Read OpenAI's named JSON schema. It is enforced with `strict: false` too."""
+    """Read OpenAI's named JSON schema. The schema is enforced even with `strict: false`."""
     if not isinstance(value, dict):
         raise _wrong_type(name, "an object", value)
     _only(name, value, ("name", "description", "schema", "strict"))
@@ -129,7 +129,7 @@ def _structured(value: Any) -> list[OutputConstraint]:
 
 
 def _read(name: str, kind: Kind, value: Any) -> Grammar | None:
-    """Return the grammar in one field; None if the field requests none."""
+    """Return the grammar in one field, or None if the field requests no grammar."""
     if value is None:
         return None
     if kind == "json_object":

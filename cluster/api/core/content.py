@@ -67,7 +67,7 @@ def read_at(kind: type[Part], value: Any, path: str) -> Part:
 
 
 def readable(text: str) -> str:
-    """Return a string if UTF-8 can encode it, else raise ValueError: a JSON escape may be half of a surrogate pair."""
+    """Return `text`. Raise ValueError if UTF-8 cannot encode it: a JSON escape may be half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -81,7 +81,7 @@ def list_of_stops(value: Any) -> Any:
 
 
 def list_of_prompts(value: Any) -> list[Any]:
-    """Return `str | list[str] | list[int] | list[list[int]]` as a list of prompts; ValueError for anything else."""
+    """Return `str | list[str] | list[int] | list[list[int]]` as a list of prompts. ValueError for anything else."""
     if isinstance(value, str):
         return [readable(value)]
     shape = "must be a string, a list of strings, a list of token ids or a list of such lists"
@@ -144,7 +144,9 @@ Content = Annotated[str, PlainValidator(_plain_text, json_schema_input_type=str 
 
 
 def _calls(value: Any) -> Any:
-    """Return the calls of a message, [] for null. A custom tool call becomes a function call with its text as input."""
+    """Return the calls of a message; null becomes []. A custom tool call becomes a function call whose `input` is its
+    text.
+    """
     if value is None:
         return []
     return [_as_function(call) for call in value] if isinstance(value, list) else value
@@ -161,7 +163,7 @@ def _as_function(call: Any) -> Any:
 
 
 class CalledFunction(Strict):
-    """The function in a tool call; `arguments` is a JSON object as text, as an answer has it."""
+    """The function in a tool call; `arguments` is a JSON object as text, as in answers."""
 
     name: Text
     arguments: Text = "{}"
@@ -195,7 +197,7 @@ Calls = list[ToolCall | CustomToolCall]
 
 class ChatMessage(Strict):
     """One message. `content` may be null in an assistant's message, which may have calls instead. `reasoning` and
-    `reasoning_content` mean the same. Other fields are not read.
+    `reasoning_content` mean the same. Unknown fields are not read, except those in `WITH_MEANING`, which are refused.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -217,11 +219,11 @@ class ChatMessage(Strict):
 
 
 WITH_MEANING = frozenset({"audio", "function_call", "prefix", "partial"})
-"""Unsupported fields of a message that would change the answer: refused. Other unknown fields give a warning."""
+"""Unsupported fields of a message that would change the answer. They are refused; other fields give a warning."""
 
 
 def unread(messages: Sequence[ChatMessage]) -> list[str]:
-    """Return one warning for each unknown field name in messages: clients keep fields of their own in a history."""
+    """Return one warning for each unknown field name. It is no error: clients keep their own fields in messages."""
     names = {name: None for message in messages for name, value in (message.model_extra or {}).items() if value}
     return [f"messages: {shown(name)} is not read" for name in names]
 
@@ -279,7 +281,9 @@ def _missing(path: str) -> ApiError:
 
 
 def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Return the messages for a chat template. Arguments of calls become objects, since most templates expect that."""
+    """Return the messages for a chat template. The arguments of calls become objects, because most templates expect
+    objects.
+    """
     return [_for_template(message) for message in messages]
 
 

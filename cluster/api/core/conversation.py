@@ -31,7 +31,7 @@ class ConversationFields(Strict):
 
     @property
     def choice(self) -> ToolChoice:
-        """The tool choice in effect: mode `none` without tools, else `tool_choice`, `auto` by default."""
+        """The tool choice in effect: mode `none` without callable tools, else `tool_choice`, by default `auto`."""
         if not self.served_tools:
             return ToolChoice(mode="none")
         return self.tool_choice or ToolChoice(mode="auto")

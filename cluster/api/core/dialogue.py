@@ -8,7 +8,8 @@ from cluster.api.core.errors import path_of
 class Dialogue:
     """Chat messages, built from parts in order. An assistant's turn (reasoning, text, tool calls) becomes one message.
 
-    `origins` maps the path of each message and part to the path of the field it came from (`origin` in the methods).
+    `origins` maps the path of each message and part to the path of its source in the other API's body. The methods take
+    the path of the source as `origin`.
     """
 
     def __init__(self) -> None:
@@ -17,7 +18,9 @@ class Dialogue:
         self._turn: dict[str, Any] | None = None
 
     def say(self, role: str, text: str, origin: str, at: str = "content") -> None:
-        """Add a message, or the text of the assistant's turn. The text came from the field `at` of `origin`."""
+        """Add a message, or the text of the assistant's turn. The text came from the field `at` of `origin`, or from
+        `origin` itself if `at` is empty.
+        """
         if role == "assistant":
             turn = self._assistant(origin, not_after=("content", "tool_calls"))
             turn["content"] = text
@@ -61,7 +64,9 @@ class Dialogue:
         return message
 
     def _assistant(self, origin: str, not_after: tuple[str, ...]) -> dict[str, Any]:
-        """Return the assistant's open message; a new one if there is none, or it already has a part in `not_after`."""
+        """Return the assistant's open message. If no message is open, or the open one already has a part in
+        `not_after`, add a new message and return that.
+        """
         turn = self._turn
         if turn is None or any(turn.get(part) for part in not_after):
             turn = self._add({"role": "assistant", "content": ""}, origin)

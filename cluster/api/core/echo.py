@@ -10,8 +10,8 @@ SLACK = 16
 
 
 def text_of(prompt: str | None, ids: Sequence[int], tokenizer: TextTokenizer | None) -> str:
-    """Return the text of a prompt: the client's own, or where that is None, the decoded tokens. An unfinished character
-    at the end is left out, since the output may complete it.
+    """Return the text of a prompt: `prompt` as the client sent it, or if that is None, the decoded `ids`. An incomplete
+    character at the end of the decoded text is left out, because the output may complete it.
     """
     if prompt is not None:
         return prompt
@@ -21,8 +21,8 @@ def text_of(prompt: str | None, ids: Sequence[int], tokenizer: TextTokenizer | N
 def offsets(text: str, tokens: Iterable[bytes]) -> list[int]:
     """Return where each token begins in `text`, in characters; `tokens` are the bytes of the tokens of the text.
 
-    A character that is split over several tokens begins at the first of them. A token that is not in the text, such as
-    one that the tokenizer adds, has length 0.
+    If a character is split over several tokens, all of them have the offset of the character. A token that is not in
+    the text, such as a special token that the tokenizer adds, has length 0.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     at, found = 0, []

@@ -1,4 +1,4 @@
-"""Errors of all APIs: message, field, status, and OpenAI's envelope. Never a traceback or a file path."""
+"""Errors of all APIs: message, field, status, and OpenAI's envelope. No error shows a traceback or a file path."""
 
 import json
 import logging
@@ -18,10 +18,10 @@ from cluster.api.proxy.refusals import FULL, held_s
 
 logger = logging.getLogger(__name__)
 
-RETRY_AFTER_S = 1  # the least Retry-After of a request refused as overloaded
-RESTART_S = 5.0  # Retry-After where the time that an engine needs to start is unknown
+RETRY_AFTER_S = 1  # the smallest Retry-After of a request refused as overloaded
+RESTART_S = 5.0  # Retry-After while the time that an engine needs to start is unknown
 NOT_FOUND = 404
-CLIENT_GONE = 499  # as in nginx: only logs and metrics see it, since the client has left
+CLIENT_GONE = 499  # as in nginx: this status is only in logs and metrics, since the client has left
 MAX_PATH = 200  # characters of a field's path; limited because clients choose the names in it
 MAX_METHOD = 16
 ELSEWHERE: Mapping[str, str] = {
@@ -72,7 +72,7 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
     def response(self, envelope: "Envelope | None" = None) -> Response:
-        """Return the HTTP response, in OpenAI's envelope or another; only before a stream has begun."""
+        """Return the response; `envelope` makes its body, by default OpenAI's. Unusable once a stream has begun."""
         # ASCII with escapes: a message may quote a lone surrogate from the client, which UTF-8 cannot encode.
         body = json.dumps(self.envelope() if envelope is None else envelope(self)).encode()
         return Response(body, self.status, media_type="application/json", headers=self.headers)
@@ -87,8 +87,8 @@ class ClientGoneError(Exception):
 
 
 def overloaded(error: Overloaded, whoever: bool = False) -> ApiError:
-    """Return a 503 for a full queue; Retry-After says when a request is likely to be admitted. With `whoever` every
-    request would be refused now, so a header lets the proxy repeat this answer for a while.
+    """Return a 503 for a full queue; Retry-After says when a request is likely to be admitted. `whoever` says that a
+    request of any client would be refused now. A header then lets the proxy repeat this answer for a while.
     """
     held = {FULL.decode(): f"{held_s(error.retry_after_s):.3f}"} if whoever else {}
     return ApiError(
@@ -122,7 +122,7 @@ def internal(where: str) -> ApiError:
 
 
 def not_served(method: str, path: str, routes: Sequence[BaseRoute]) -> ApiError:
-    """Return a 404 that lists the routes; for another API of OpenAI or vLLM it also names what is missing."""
+    """Return a 404 that lists the routes. If the path belongs to another API of OpenAI or vLLM, the 404 names it."""
     first = path.removeprefix("/v1").strip("/").partition("/")[0]
     missing = f"this server has no {ELSEWHERE[first]}; " if path.startswith("/v1/") and first in ELSEWHERE else ""
     served = ", ".join(route.path for route in routes if isinstance(route, Route) and route.path != path)
@@ -131,7 +131,7 @@ def not_served(method: str, path: str, routes: Sequence[BaseRoute]) -> ApiError:
 
 
 def shown(value: Any) -> str:
-    """Return a refused value as an error message quotes it, cut short; the cost does not grow with the value."""
+    """Return a value as text for an error message, cut to `SHOWN_CHARACTERS`. A large value costs no more time."""
     text = ""
     for piece in _pieces(value):
         text += piece

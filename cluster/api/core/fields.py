@@ -1,8 +1,12 @@
 """Every request field that clients of OpenAI, vLLM and SGLang send, and how this server treats it.
 
-A field is honoured (the models in `.protocol` have it), harmless (it cannot change the answer, so it is ignored), or
-refused, unless it has a neutral value, which means "off". A field in no table is ignored with a warning. The other APIs
-have tables of their own, with the same three kinds.
+There are three kinds of fields:
+
+- honoured: the models in `.protocol` have the field.
+- harmless: the field cannot change the answer, so it is ignored.
+- refused: only a neutral value, which means "off", is accepted.
+
+A field in no table is ignored with a warning. The other APIs have their own tables of the same three kinds.
 """
 
 import difflib
@@ -22,7 +26,7 @@ SPELLINGS: dict[str, str] = {
     "data_parallel_rank": "routed_dp_rank",
 }
 
-# They label, meter or route a call, or tune a feature that a refused field would have to switch on.
+# Harmless: these label, meter or route a call, or tune a feature that only a refused field can switch on.
 HARMLESS = frozenset(
     {
         "user",
@@ -43,7 +47,7 @@ HARMLESS = frozenset(
 )
 
 _EMPTY: tuple[Any, ...] = ("", [], {})
-# Not honoured, with the neutral values (besides null), which mean "off" and are accepted.
+# Refused fields, each with its neutral values, which mean "off" and are accepted. null is accepted for every field.
 REFUSED: dict[str, tuple[Any, ...]] = {
     # Penalties and other changes to the distribution.
     "repeat_penalty": (1,),
@@ -207,7 +211,8 @@ def sort_fields(
     """Return the honoured fields that are not null, in the server's spelling, and warnings about unknown fields.
 
     Raises:
-        ApiError: 400 for a refused field whose value is not neutral, or a field sent in two spellings that differ.
+        ApiError: 400 for a refused field whose value is not neutral, or a field sent in two spellings with different
+            values.
     """
     kept: dict[str, Any] = {}
     warnings = []

@@ -1,4 +1,4 @@
-"""Compiles the grammars of requests, in a process of its own, away from the event loop and the engine."""
+"""Compiles the grammars of requests, in a separate process, away from the event loop and the engine."""
 
 import asyncio
 import logging
@@ -35,15 +35,15 @@ class Grammars:
         """Return the compiled grammar of a constraint, as the ranks read it.
 
         Raises:
-            ApiError: 400 that names the field if the grammar is not honoured, or not with this tokenizer; 503 with
-                Retry-After if it cannot be compiled now.
+            ApiError: 400 that names the field if this grammar, or any grammar with this tokenizer, is not supported;
+                503 with Retry-After if the grammar cannot be compiled now.
         """
         field = constraint.field
         if self._tokenizer is None:
             message = f"{field}: this model is served without a tokenizer, which a grammar needs; leave it out"
             raise ApiError(message, param=field, code="unsupported_parameter")
         try:
-            # Shielded: other requests wait for the same task, so one that is cancelled must not cancel it.
+            # Shielded: several requests wait for this task, so cancelling one of the requests must not cancel the task.
             compiler = await asyncio.shield(self._made(self._tokenizer))
             return await compiler.compile(constraint.grammar)
         except GrammarError as error:
@@ -68,7 +68,9 @@ class Grammars:
             making.result().close()
 
     def _made(self, tokenizer: ChatTokenizer) -> "asyncio.Task[Compiler]":
-        """Return the task that makes the compiler, once: reading a large vocabulary takes tenths of a second."""
+        """Return the task that makes the compiler. All calls share it: reading a large vocabulary takes tenths of a
+        second.
+        """
         if self._making is None:
             self._making = asyncio.create_task(self._make(tokenizer))
             self._making.add_done_callback(_looked_at)
@@ -82,6 +84,6 @@ class Grammars:
 
 
 def _looked_at(making: "asyncio.Task[Compiler]") -> None:
-    """Log an error that no request may ever await; a request with a grammar gets it as its answer."""
+    """Log the error of a compiler that cannot be made. Requests with a grammar get the same error as their answer."""
     if not making.cancelled() and (error := making.exception()) is not None:
         logger.info("no output can be held to a grammar: %s", error)

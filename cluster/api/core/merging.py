@@ -1,4 +1,4 @@
-"""Merges the outputs of the requests of one call; a request that finds the queue full waits for the others."""
+"""Merges the outputs of the requests of one call. A request that finds the engine's queue full waits for another."""
 
 import asyncio
 from collections import deque
@@ -11,14 +11,14 @@ from cluster.request import Request, SequenceOutput
 
 
 async def merged(engine: EngineClient, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, SequenceOutput], None]:
-    """Yield (index of the request, output). Closing the generator, or a failure of one request, aborts all of them.
+    """Yield pairs (index of the request, output). If the generator is closed or a request fails, all are aborted.
 
-    A request that finds the queue full is tried again when another request of the call gets its first output or ends.
-    A queue full of the call's own requests is no reason to refuse the call: a retry would fill it again. The call is
-    refused only when none of its requests is with the engine.
+    A request that finds the engine's queue full is submitted again when another request of the call gets its first
+    output or ends. If the call's own requests fill the queue, refusing the call would not help: the client's retry
+    would fill the queue again. So the call is refused only if none of its requests is with the engine.
 
     Raises:
-        ApiError: 503 when the queue is full or the engine ends, 400 when it refuses a request.
+        ApiError: 503 if the queue is full or the engine is unavailable, 400 if the engine refuses a request.
     """
     turns = _Turns(len(requests))
     if len(requests) == 1:  # no task and no queue between the engine and the client
@@ -55,7 +55,9 @@ async def merged(engine: EngineClient, requests: Sequence[Request]) -> AsyncGene
 
 
 class _Turns:
-    """Requests of a call that found the queue full; one is woken when another gets its first output or ends."""
+    """The requests of a call that wait because the queue was full. When another request of the call gets its first
+    output or ends, the request that has waited longest is woken.
+    """
 
     def __init__(self, count: int) -> None:
         self._there = count  # requests that are with the engine, or are being submitted
@@ -65,7 +67,7 @@ class _Turns:
         """Wait until another request of the call gets its first output or ends.
 
         Raises:
-            ApiError: the refusal, where no other request of the call is with the engine, so that nothing would wake it.
+            ApiError: `refusal`, if no other request of the call is with the engine: nothing would end the wait.
         """
         self._there -= 1
         if not self._there:
@@ -75,19 +77,21 @@ class _Turns:
         await turn.wait()
 
     def moved(self) -> None:
-        """Wake one waiting request: another one got its first output or ended, so the queue may have a place."""
+        """Wake one waiting request. Another request got its first output or ended, so the queue may have a place."""
         if self._waiting:
             self._there += 1
             self._waiting.popleft().set()
 
     def ended(self) -> None:
-        """Call when a request has ended: it wakes a waiting one, and counts one less."""
+        """Record that a request has ended: wake one waiting request, and count one request less with the engine."""
         self.moved()
         self._there -= 1
 
 
 async def _outputs(engine: EngineClient, request: Request, turns: _Turns) -> AsyncGenerator[SequenceOutput, None]:
-    """Yield one request's outputs. The engine's iterator is always closed, which aborts a request that still runs."""
+    """Yield one request's outputs. The engine's iterator is always closed at the end, which aborts an unfinished
+    request.
+    """
     begun = False
     while True:
         stream = engine.generate(request)
@@ -104,7 +108,7 @@ async def _outputs(engine: EngineClient, request: Request, turns: _Turns) -> Asy
         except Unavailable as error:
             raise unavailable(str(error), error.retry_after_s) from None
         except ValueError as error:
-            name, colon, _ = str(error).partition(": ")  # "FIELD: MESSAGE" blames a field
+            name, colon, _ = str(error).partition(": ")  # a message "FIELD: ..." names the wrong field
             blamed = name if colon and name.isidentifier() else None
             raise ApiError(str(error), param=blamed, code="invalid_value") from None
         finally:

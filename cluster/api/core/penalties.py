@@ -65,8 +65,9 @@ class PenaltyFields(Strict):
                 raise ApiError(f"{name}: {message}", param=name, code="invalid_value")
 
     def adjustments(self, tokenizer: TextTokenizer | None, vocab_size: int) -> LogitAdjustments | None:
-        """Return the requested adjustments, or None. A bad word is banned as it is tokenized at the start of a text,
-        and after a space where that differs. A word with a token beyond the vocabulary cannot be generated anyway.
+        """Return the requested adjustments, or None if there are none. A bad word is banned in two tokenizations: at
+        the start of a text, and after a space. A tokenization with an id of `vocab_size` or more is skipped, because
+        the model cannot generate it.
         """
         words = []
         for word in self.bad_words if tokenizer is not None else ():

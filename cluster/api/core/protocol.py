@@ -38,8 +38,9 @@ def check_model(model: ModelInfo, asked: str | None) -> None:
 
 
 class StreamOptions(Strict):
-    """`stream_options`. `continuous_usage_stats` puts the usage so far into every chunk. `include_obfuscation` is taken
-    and does nothing: padding would hide the length of a chunk, but the number of tokens in a step tells more than that.
+    """`stream_options`. `continuous_usage_stats` puts the usage so far into every chunk. `include_obfuscation` asks for
+    padding that hides the length of a chunk. It is accepted and does nothing: the number of tokens in a step reveals
+    more than the length.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -50,8 +51,9 @@ class StreamOptions(Strict):
 
 
 def too_long(model: ModelInfo, prompt: int, wanted: int) -> str:
-    """Return the message for a request that does not fit: `prompt` + `wanted` tokens. Clients search for its sentences:
-    LiteLLM for OpenAI's; Anthropic's clients for Anthropic's two, to shorten the prompt or lower `max_tokens`.
+    """Return the message for a request that does not fit: `prompt` + `wanted` tokens. Clients search for known
+    sentences in it. LiteLLM looks for OpenAI's. Anthropic's clients look for Anthropic's two, to shorten the prompt or
+    lower `max_tokens`.
     """
     has = f"this model's maximum context length is {model.context_length} tokens"
     if model.room < model.context_length:
@@ -108,21 +110,24 @@ class GenerationFields(PenaltyFields):
         return self.model_copy(update=missing) if missing else self
 
     def top_logprobs_wanted(self) -> int | None:
-        """How many alternatives to report with each output token's log-probability; None for no log-probabilities."""
+        """The number of alternatives to report for each output token, or None if no log-probabilities are wanted."""
         raise NotImplementedError
 
     @property
     def samples(self) -> int:
-        """How many outputs are generated for each prompt; with `best_of` not all of them are returned."""
+        """The number of outputs generated for each prompt. With `best_of`, only the best `n` of them are returned."""
         return self.n
 
     def prompt_logprobs_wanted(self) -> int | None:
-        """How many alternatives to report with each prompt token's log-probability; None for no log-probabilities."""
+        """The number of alternatives to report for each prompt token, or None if no log-probabilities are wanted."""
         return self.prompt_logprobs
 
     def kept(self, ids: tuple[int, ...], room: int, default_tokens: int) -> tuple[int, ...]:
-        """Return the last tokens of a prompt, as many as `truncate_prompt_tokens` keeps. -1 keeps as many as fit into
-        `room` next to an output of `max_tokens`, else of `default_tokens`, else (if that is the whole context) of one.
+        """Return the last `truncate_prompt_tokens` tokens of a prompt, or the whole prompt if that field is not set.
+
+        -1 keeps as many tokens as fit into `room` together with the output. The length of the output is `max_tokens` if
+        it is set, else `default_tokens`. If `max_tokens` is not set and `default_tokens` fills `room`, one output token
+        is assumed.
         """
         most = self.truncate_prompt_tokens
         if most is not None and most < 0:
@@ -132,11 +137,11 @@ class GenerationFields(PenaltyFields):
         return ids if most is None else ids[-most:]
 
     def sequences(self) -> int:
-        """How many sequences the request returns: prompts times `n`."""
+        """The number of sequences that the request returns: prompts times `n`."""
         return self.n
 
     def constraint(self) -> OutputConstraint | None:
-        """The grammar or schema that the output must follow; None for free text.
+        """The grammar or schema that the output must follow, or None if any text is allowed.
 
         Raises:
             ApiError: as `constraint_of`.
@@ -202,12 +207,12 @@ class GenerationFields(PenaltyFields):
     def sampling(self, model: ModelInfo, prompt_tokens: int, default_tokens: int, prompt: str) -> RequestParams:
         """Return the sampling parameters for one prompt; the caller adds seed, logit adjustments and grammar.
 
-        `prompt` is the path of the field that an error names when the prompt alone fills the context. Without
-        `max_tokens` the output may have `default_tokens`, or as many as fit where that is less.
+        If the prompt alone fills the context, the error names `prompt`, the path of a field. If `max_tokens` is not
+        set, the output may have `default_tokens` tokens, or fewer if fewer fit.
 
         Raises:
-            ApiError: 400 when prompt and output together exceed the context or the KV cache, or when `min_tokens` is
-                larger than the output may be.
+            ApiError: 400 if prompt and output together exceed the context or the KV cache, or if `min_tokens` exceeds
+                the limit of output tokens.
         """
         room = model.room - prompt_tokens
         asked = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
@@ -238,11 +243,12 @@ class GenerationFields(PenaltyFields):
         )
 
     def seed_of(self, sample: int) -> int | None:
-        """Return the seed of output number `sample` of a prompt: the request's own for 0, a derived one for the others.
+        """Return the seed of output number `sample` of a prompt. Output 0 has the request's seed; others have derived
+        seeds.
 
-        None where the request has no seed, or -1, which vLLM also reads as none. The router then draws a seed for each
-        sequence it admits, from the server's `random_seed`. Other seeds are taken modulo 2**64, so 2**64 - 1 is a valid
-        seed: the one with the bits of -1.
+        Return None if the request has no seed, or the seed -1, which vLLM also treats as no seed. The router then draws
+        a seed for each sequence that it admits, from the server's `random_seed`. Other seeds are taken modulo 2**64. So
+        2**64 - 1 is a valid seed, although it has the same bits as -1.
         """
         if self.seed is None or self.seed == NO_SEED:
             return None
@@ -256,8 +262,9 @@ class GenerationFields(PenaltyFields):
 class CompletionRequest(GenerationFields):
     """The body of /v1/completions; `logprobs` is the number of alternatives to report.
 
-    With `echo` the text and its log-probabilities begin with those of the prompt. `best_of` outputs are generated, and
-    the `n` with the highest total log-probability are returned. With `max_tokens` 0 only the prompt is processed.
+    With `echo` the text and its log-probabilities begin with those of the prompt. For each prompt `best_of` outputs are
+    generated, and the `n` outputs with the highest total log-probability are returned. With `max_tokens` 0 only the
+    prompt is processed.
     """
 
     max_tokens: int | None = Field(default=None, ge=0)
@@ -277,7 +284,7 @@ class CompletionRequest(GenerationFields):
         return self.best_of or self.n
 
     def prompt_logprobs_wanted(self) -> int | None:
-        """The larger of `prompt_logprobs` and, with `echo`, `logprobs`; None where neither is set."""
+        """The larger of `prompt_logprobs` and (only with `echo`) `logprobs`, or None if neither is set."""
         echoed = self.logprobs if self.echo else None
         return max((most for most in (self.prompt_logprobs, echoed) if most is not None), default=None)
 
@@ -295,12 +302,14 @@ class CompletionRequest(GenerationFields):
                 raise ApiError(f"best_of: {message}", param="best_of", code="invalid_value")
 
     def sampling(self, model: ModelInfo, prompt_tokens: int, default_tokens: int, prompt: str) -> RequestParams:
-        """As in `GenerationFields`; `best_of` turns log-probabilities on, since they rank the outputs."""
+        """Return the parameters of `GenerationFields.sampling`. `best_of` turns log-probabilities on: they rank the
+        outputs.
+        """
         params = super().sampling(model, prompt_tokens, default_tokens, prompt)
         return replace(params, logprobs=params.logprobs or 0) if self.samples > self.n else params
 
     def sequences(self) -> int:
-        """`n` for each prompt."""
+        """The number of returned sequences: `n` for each prompt."""
         return self.n * len(self.prompt)
 
 
@@ -318,7 +327,7 @@ class ChatRequest(ConversationFields, GenerationFields):
     add_special_tokens: bool = False
 
     def top_logprobs_wanted(self) -> int | None:
-        """Return `top_logprobs`, 0 by default, where `logprobs` is true; else None."""
+        """Return `top_logprobs`, by default 0, if `logprobs` is true. Otherwise return None."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def check(self, model: ModelInfo, limits: RequestLimits) -> None:
@@ -339,7 +348,7 @@ class TokenizeRequest(ConversationFields):
 
     @property
     def special(self) -> bool:
-        """Whether special tokens are added; by default to a prompt only, since a chat template writes its own."""
+        """Whether special tokens are added: by default to a prompt, but not to messages: a template adds them."""
         return not self.messages if self.add_special_tokens is None else self.add_special_tokens
 
     @classmethod

@@ -15,9 +15,10 @@ from cluster.observability.metrics import ServingMetrics
 class ModelInfo:
     """The one model that is served. `created` is Unix seconds.
 
-    `context_length` is the most tokens, prompt and output together. `kv_room` is how many tokens the KV cache of a rank
-    can hold for one request, where that is less. Token ids of a prompt lie below `vocab_size`; `eos_token_ids` end an
-    output. `sampling` has the defaults of request fields that are left out, as recommended by the model's makers.
+    `context_length` is the largest number of tokens of a request, prompt and output together. `kv_room` is the number
+    of tokens of one request that fit into the KV cache of a rank, or None if unknown. Token ids of a prompt lie below
+    `vocab_size`; `eos_token_ids` end an output. `sampling` maps names of request fields to the defaults that the
+    model's makers recommend.
     """
 
     model_id: str
@@ -30,22 +31,24 @@ class ModelInfo:
 
     @property
     def room(self) -> int:
-        """The most tokens of one request, prompt and output together: the context, or less if the KV cache is small."""
+        """The largest number of tokens of a request that is served: the context, or less if the KV cache is small."""
         return self.context_length if self.kv_room is None else min(self.context_length, self.kv_room)
 
 
 LEAST_BODY = 1 << 20  # bytes
 BODY_BYTES_PER_TOKEN = 32  # per token of the context; a token is 3 to 5 bytes of text, or 6 per JSON-escaped character
-BODIES_HELD = 128  # how many bodies of full length may be in memory at once
+BODIES_HELD = 128  # bodies of the full length that may be in memory at once
 LEAST_MESSAGES = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """Limits of one call, shown by /server_info. Exceeding one is a 400; for the body a 413, 408 (time) or 503."""
+    """Limits of one call, shown by /server_info. A call beyond a limit gets a 400. For the limits of the body it gets a
+    413 (size), 408 (time) or 503 (memory).
+    """
 
     body_bytes: int = LEAST_BODY
-    held_bytes: int = BODIES_HELD * LEAST_BODY  # of all bodies being read and encoded; beyond it, a 503
+    held_bytes: int = BODIES_HELD * LEAST_BODY  # of all bodies being read and encoded; more give a 503
     body_grace_s: float = GRACE_S  # a body must arrive within body_grace_s + (bytes so far) / body_bytes_per_s
     body_bytes_per_s: int = BYTES_PER_S
     choices: int = 128  # n
@@ -66,9 +69,9 @@ class RequestLimits:
     def of(cls, context_length: int) -> Self:
         """Return the limits that follow from a model's context length in tokens.
 
-        A body may have 32 bytes per token, and always 1 MiB. So a full context fits, also as token ids (at most 9 bytes
-        each) or as text that JSON escapes. A conversation may have one message per 4 tokens, and always 1,024: in the
-        usual chat formats the markers around a message alone take 4 tokens.
+        A body may have 32 bytes per token of the context, and at least 1 MiB. So a full context fits, also as token ids
+        (at most 9 bytes each) or as text that JSON escapes. A conversation may have one message per 4 tokens of the
+        context, and at least 1,024: in the usual chat formats the markers around a message alone take 4 tokens.
         """
         body = max(LEAST_BODY, BODY_BYTES_PER_TOKEN * context_length)
         return cls(body_bytes=body, held_bytes=BODIES_HELD * body, messages=max(LEAST_MESSAGES, context_length // 4))
@@ -92,7 +95,7 @@ class Served(Protocol):
 
     @property
     def tokenizer(self) -> ChatTokenizer | None:
-        """The tokenizer; None when the model's folder has none, so that prompts must be token ids."""
+        """The tokenizer, or None if the model's folder has no tokenizer. Prompts must then be token ids."""
         ...
 
     @property
@@ -102,7 +105,9 @@ class Served(Protocol):
 
 
 class Service(Served, Protocol):
-    """Everything the routes use. They read the properties on every call, so parts may appear after the app is made."""
+    """Everything the routes use. The routes read the properties on every call, so a property may get its value after
+    the app is made.
+    """
 
     @property
     def engine(self) -> EngineClient:

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
-"""Unicode line ends, as JSON escapes. SSE does not end a line at them, but clients that use `str.splitlines` do."""
+"""Unicode line ends, as JSON escapes. They do not end a line in SSE, but clients that use `str.splitlines` split it."""
 DONE = b"data: [DONE]\n\n"
 ALIVE = b": alive\n\n"  # an SSE comment, which clients ignore
 ALIVE_AFTER_S = 10.0
@@ -43,7 +43,7 @@ def event(data: Mapping[str, Any], name: str = "") -> bytes:
 
 
 async def until_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`, which is cancelled when the client closes the connection.
+    """Return the result of `work`. If the client closes the connection first, `work` is cancelled.
 
     Call it only after the body has been read: then the next message from `receive` can only be the disconnect.
 

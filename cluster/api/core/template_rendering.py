@@ -1,7 +1,7 @@
-"""Renders a conversation even where the chat template does not support its form.
+"""Renders a conversation even if the chat template does not support its form.
 
-Some templates refuse a second system message, or two calls in one message; others silently leave out of the prompt what
-they do not support. So a conversation that is refused, or loses a system text, is rendered again in equivalent forms.
+Some templates refuse a second system message, or two calls in one message; others silently omit messages that they do
+not support. So a conversation that is refused, or loses a system text, is rendered again in equivalent forms.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +15,10 @@ ORDERING = ("system", "developer")
 
 
 def rendered(render: Callable[[Messages], str], messages: Messages) -> tuple[str, list[str]]:
-    """Return the text of the first form that loses no instruction, else of the first accepted form; and warnings.
+    """Return the rendered prompt and warnings. The forms of the conversation are tried in order.
+
+    The result is the first prompt that contains every instruction. If there is none, it is the first prompt that the
+    template accepts, and a warning counts the lost instructions.
 
     Raises:
         TemplateError: the template refuses every form; the error is that of the original messages.
@@ -61,7 +64,7 @@ def with_one_system(messages: Messages) -> Messages:
 
 
 def one_call_each(messages: Messages) -> Messages:
-    """Return the messages with each tool call in a message of its own, before its result."""
+    """Return the messages with each tool call in a separate message, followed by the result of the call."""
     made: Messages = []
     rest = list(messages)
     while rest:

@@ -23,7 +23,7 @@ SWITCHES = ("enable_thinking", "thinking")
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """The text of a chat template, and the lower-case identifiers in its code: `words` has all its variables."""
+    """The text of a chat template. `words` are the lower-case identifiers in its code, and so include its variables."""
 
     text: str
     words: frozenset[str]
@@ -56,7 +56,11 @@ class ChatTemplate:
         return extra
 
     def _effort(self, effort: str) -> dict[str, Any]:
-        """Return the template's argument for the effort, {} if it has none; a 400 if it cannot switch reasoning off."""
+        """Return the template's argument for a reasoning effort, or {} if the template has none.
+
+        Raises:
+            ApiError: 400 if `effort` is none and the template cannot switch reasoning off.
+        """
         switch = next((name for name in SWITCHES if name in self.words), None)
         if effort == "none" and switch is not None:
             return {switch: False}
@@ -69,7 +73,7 @@ class ChatTemplate:
         raise _not_read("reasoning_effort", "cannot do without thinking", "leave it out")
 
     def roles(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the messages; role developer becomes system where the template does not know developer."""
+        """Return the messages. The role developer becomes system if the template does not know developer."""
         if "developer" in self.text:
             return messages
         return [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
@@ -83,9 +87,10 @@ class ChatTemplate:
 
 
 def messages_for(messages: Sequence[ChatMessage], thought_field: str | None) -> list[dict[str, Any]]:
-    """Return the messages as a template reads them, with the reasoning also in the field `thought_field` of its format.
+    """Return the messages as a template reads them. The reasoning is also in `thought_field`, the field that the
+    model's template reads.
 
-    Before a call, gpt-oss's template has one place for reasoning and text, and refuses both; so they are joined.
+    gpt-oss's template refuses a call that follows both reasoning and text, so the text is appended to the reasoning.
     """
     made = conversation(messages)
     for message, given in zip(made, messages, strict=True):
@@ -131,7 +136,7 @@ def _template_in(file: Path) -> Any:
 
 
 def model_type_of(folder: Path) -> str:
-    """Return the `model_type` in the folder's config.json; empty where it cannot be read."""
+    """Return the `model_type` in the folder's config.json, or an empty string if it cannot be read."""
     try:
         found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -2,8 +2,9 @@
 
 No token covers more bytes than the longest token of the vocabulary, nor more letters than the token with most letters:
 tokens >= max(bytes / bytes_per_token, letters / letters_per_token). So a megabyte of text that cannot fit into a small
-context is refused in a millisecond; encoding it takes seconds. The bound holds for BPE over all bytes: its tokens
-spell every byte of the text. Where a tokenizer may drop text, or turn any length into one unknown token, it is 0.
+context is refused in a millisecond; encoding it takes seconds. The bound holds for BPE over all bytes: its tokens spell
+every byte of the text. For a tokenizer that may drop text, or turn text of any length into one unknown token, the bound
+is 0.
 """
 
 import json
@@ -21,7 +22,7 @@ KEEPING = frozenset({"ByteLevel", "Metaspace", "Split", "Digits", "Sequence"})  
 
 
 class TokenFloor:
-    """The bound for one tokenizer: the most bytes and letters of text that one token covers; 0 if unknown."""
+    """The bound for one tokenizer: the most bytes, and the most letters, that one token covers; both 0 if unknown."""
 
     def __init__(self, bytes_per_token: int, letters_per_token: int) -> None:
         self._bytes_per_token = bytes_per_token
@@ -57,7 +58,7 @@ def _letters(raw: bytes) -> int:
 
 
 def _shrinks(tokenizer: Tokenizer) -> int:
-    """Return the factor by which the normalizer may shorten a text; 0 when the tokenizer may drop text."""
+    """Return the factor by which the normalizer may shorten a text, or 0 if the tokenizer may drop text."""
     if type(tokenizer.model).__name__ != "BPE":
         return 0
     if any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values()):

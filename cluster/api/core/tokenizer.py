@@ -83,10 +83,10 @@ class ChatTokenizer:
     async def encode(
         self, text: str, add_special_tokens: bool, length: int, context_length: int | None = None, param: str = "prompt"
     ) -> list[int]:
-        """Return the token ids of a text; in a thread where its request body is long (`length` bytes).
+        """Return the token ids of a text. The work runs in a thread if the request body (`length` bytes) is long.
 
         Raises:
-            ApiError: 400 that names `param` when the text cannot fit into the context; the text is not encoded then.
+            ApiError: 400 that names `param` if the text cannot fit into the context. The text is then not encoded.
         """
 
         def work() -> list[int]:
@@ -96,7 +96,7 @@ class ChatTokenizer:
         return await off_loop(length, work)
 
     async def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids; many are decoded in a thread."""
+        """Return the text of token ids. Long lists are decoded in a thread."""
         return await off_loop(len(ids), lambda: self.text.decode_freely(ids))
 
     def _check_length(self, text: str, context_length: int | None, param: str) -> None:
@@ -120,7 +120,7 @@ class ChatTokenizer:
         """Return a conversation in the model's format; `length` is the length of its request body in bytes.
 
         Raises:
-            ApiError: 400 when there is no template, the template refuses the conversation, or the text cannot fit into
+            ApiError: 400 if there is no template, the template refuses the conversation, or the text cannot fit into
                 the context.
         """
         template = self._template

@@ -33,7 +33,7 @@ class Function(Strict):
 
     @property
     def schema_of_arguments(self) -> dict[str, Any]:
-        """The JSON schema of the arguments; without `parameters` the function takes no arguments."""
+        """The JSON schema of the arguments. A function without `parameters` takes no arguments."""
         if not self.parameters:
             return {"type": "object", "properties": {}, "additionalProperties": False}
         return {"type": "object", **self.parameters}
@@ -80,7 +80,7 @@ class ChatCustomTool(Strict):
 
     @property
     def grammar(self) -> InputGrammar | None:
-        """The grammar of the input text; None where any text is allowed."""
+        """The grammar of the input text, or None if any text is allowed."""
         return None if self.custom.format is None else self.custom.format.grammar
 
     @property
@@ -154,7 +154,7 @@ Tools = Annotated[list[AnyTool], PlainValidator(read_tools, json_schema_input_ty
 
 
 def left_out_warnings(tools: Sequence[AnyTool]) -> list[str]:
-    """Return a warning for each of the first `MAX_WARNINGS` tools left out, and one for the rest. Logs a type once."""
+    """Return one warning for each of the first `MAX_WARNINGS` tools left out, one for the rest. Log each type once."""
     left_out = [(at, tool) for at, tool in enumerate(tools) if isinstance(tool, LeftOutTool)]
     for _, tool in left_out[:MAX_WARNINGS]:
         _log_once(shown(tool.type))
@@ -174,8 +174,8 @@ def _log_once(kind: str) -> None:
 class ToolChoice(Strict):
     """Which tools an answer may, must or must not call.
 
-    `names` are the callable tools, None for all. `single` is true for a choice that names one tool: as at OpenAI, the
-    answer is then exactly one call.
+    `names` are the tools that may be called; None means all. `single` is true if the client named one tool: as at
+    OpenAI, the answer is then exactly one call.
     """
 
     mode: Literal["auto", "none", "required"]
@@ -184,7 +184,9 @@ class ToolChoice(Strict):
 
 
 def read_choice(value: Any) -> Any:
-    """Return `tool_choice` (a mode, a named tool, allowed tools with a mode) as a ToolChoice, else raise ValueError."""
+    """Return `tool_choice` (a mode, a named tool, allowed tools with a mode) as a ToolChoice; ValueError if it has
+    another form.
+    """
     if isinstance(value, ToolChoice):
         return value
     if isinstance(value, str):

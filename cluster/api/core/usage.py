@@ -17,7 +17,7 @@ def usage_so_far(choice: OutputSequence) -> dict[str, int]:
 
 
 def usage(choices: Sequence[OutputSequence]) -> dict[str, Any]:
-    """Return the usage of a whole call in tokens. A prompt counts once, however many choices it has.
+    """Return the usage of a whole call in tokens. A prompt with several choices counts once.
 
     Completion tokens include a final stop token. Prediction tokens are the draft's: all verified nodes except roots,
     accepted or not.
@@ -41,7 +41,8 @@ def usage(choices: Sequence[OutputSequence]) -> dict[str, Any]:
 
 
 def speculation_metrics(choices: Sequence[OutputSequence]) -> dict[str, Any] | None:
-    """Return `metrics` in vLLM's form, which AIPerf reads; None without speculation or with several sequences.
+    """Return `metrics` in vLLM's form, which AIPerf reads, or None if there was no speculation or the call has several
+    sequences.
 
     `acceptance_histogram[j]` counts steps that accepted j draft tokens; its length is `num_spec_tokens + 1`.
     """

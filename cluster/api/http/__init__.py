@@ -1,1 +1,1 @@
-"""The REST routes: routing, access control, access log, bodies, health and state pages."""
+"""The REST routes: routing, access control, access log, request bodies, health and state pages."""

@@ -1,4 +1,4 @@
-"""One line of the log for each call, and a count of answers by route and status."""
+"""Access log: one line per call, and a count of responses by route and status."""
 
 import asyncio
 import logging
@@ -19,34 +19,40 @@ from cluster.observability.metrics import Outcome
 logger = logging.getLogger(__name__)
 
 UNLOGGED = frozenset({"/health", "/ready", "/metrics", "/server_state"})  # polled every few seconds
-OTHER = "other"  # counts every path that is not a declared route
-NOTED = "aerie.choices"
-SHOWN = 200  # characters of a path
+OTHER = "other"  # the route under which all paths without a declared route are counted
+NOTED = "aerie.choices"  # key of the scope under which `note` keeps the sequences of a call
+SHOWN = 200  # characters of a path that a line shows
 
 
 def note(scope: Scope, call_id: str, choices: Sequence[OutputSequence]) -> None:
-    """Attach a parsed call's id and sequences to its scope, for the access log."""
+    """Attach the id and the sequences of a parsed call to its scope, for the access log."""
     request_id.set(call_id)
     scope[NOTED] = choices
 
 
 class AccessLog:
-    """ASGI middleware around everything else. A line says what was asked, how it ended and how long it took.
+    """The app's outermost ASGI middleware: logs the method, path, tokens, duration and outcome of each call.
 
-    `outcome`: "ok"; "gone", the client left first; "refused", turned away before it began (4xx, or 503 for load or
-    while the server drains); "error", the server failed or shut down before the call was over (503, another 5xx, or an
-    error event in a stream that began with 200). Seconds are since arrival.
+    `outcome` is one of:
+
+    - "ok": the whole answer was sent, with a status below 400.
+    - "gone": the client disconnected before the end.
+    - "refused": the call never began (4xx, or 503 because of load or draining).
+    - "error": the server failed or shut down during the call (503, another 5xx, or an error event in a stream that
+      began with 200).
+
+    `first_token_s` and `total_s` are seconds since the call arrived.
     """
 
     def __init__(self, app: ASGIApp, service: Service, routes: Iterable[str]) -> None:
-        """`routes` are the declared paths; all other paths are counted together, as `OTHER`."""
+        """`routes` are the declared paths; all other paths are counted together under `OTHER`."""
         self._app = app
         self._service = service
         self._routes = frozenset(routes)
         service.metrics.expect_routes([*sorted(self._routes), OTHER])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one call."""
+        """Serve one call, count its response and log it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -88,7 +94,7 @@ class AccessLog:
 
 
 def _fields(scope: Scope, status: int, whole: bool, arrived: float) -> dict[str, Any]:
-    """The fields of a line besides method and path; what is not known is None."""
+    """Return the fields of a log line, except method and path. A value that is not known is None."""
     fields: dict[str, Any] = {"status": status or CLIENT_GONE}
     if (key := key_of(scope)) is not None:
         fields["key"] = key.name

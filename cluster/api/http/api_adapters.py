@@ -1,4 +1,4 @@
-"""What the bodies of the generating routes ask for: of every API a request of the core, and the shape of its answer."""
+"""One reader per API. It turns the body of a generating route into a core request: a completion or chat request."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -22,10 +22,11 @@ F = TypeVar("F", CompletionRequest, ChatRequest, TokenizeRequest)
 
 @dataclass(frozen=True, slots=True)
 class CoreRequest:
-    """A body as a request of the core, with warnings about its fields.
+    """The body of any API as a completion or chat request (`fields`), with warnings about ignored fields.
 
-    `shape` makes the shape of the answer, whose id begins with `prefix` and is in the header `id_header` too, if that
-    has a name. `origins` rewords errors about `fields`.
+    `shape` builds the object that writes the answer. The answer's id begins with `prefix`. If `id_header` is not empty,
+    a response header of that name also has the id. `origins` translates names of `fields` in errors and warnings into
+    the names in the client's body.
     """
 
     fields: CompletionRequest | ChatRequest
@@ -37,14 +38,16 @@ class CoreRequest:
 
 
 Reader = Callable[[Served, RequestLimits, Mapping[str, Any]], CoreRequest]
-"""Reads the body of one API. Raises ApiError: it cannot be served; the field at fault is named."""
+"""A function that parses the body of one API. It raises an ApiError that names the wrong field if the body cannot be
+served.
+"""
 
 
 def checked(service: Served, limits: RequestLimits, kind: type[F], body: Mapping[str, Any]) -> tuple[F, list[str]]:
-    """The request in a JSON body, within the limits, and warnings about unknown fields.
+    """Return the request in a JSON body, checked against the model and the limits, and warnings about ignored fields.
 
     Raises:
-        ApiError: it cannot be served; the field at fault is named.
+        ApiError: the body cannot be served; the error names the field at fault.
     """
     fields, warnings = kind.read(body)
     fields.check(service.model, limits)
@@ -56,19 +59,19 @@ def checked(service: Served, limits: RequestLimits, kind: type[F], body: Mapping
 
 
 def asked_text(service: Served, limits: RequestLimits, body: Mapping[str, Any]) -> CoreRequest:
-    """What a body of /v1/completions asks for."""
+    """Read a body of /v1/completions."""
     fields, warnings = checked(service, limits, CompletionRequest, body)
     return CoreRequest(fields, warnings, "cmpl-", lambda about: CompletionShape(*about))
 
 
 def asked_chat(service: Served, limits: RequestLimits, body: Mapping[str, Any]) -> CoreRequest:
-    """What a body of /v1/chat/completions asks for."""
+    """Read a body of /v1/chat/completions."""
     fields, warnings = checked(service, limits, ChatRequest, body)
     return CoreRequest(fields, warnings, "chatcmpl-", lambda about: ChatShape(*about))
 
 
 def asked_response(service: Served, limits: RequestLimits, body: Mapping[str, Any]) -> CoreRequest:
-    """What a body of /v1/responses asks for."""
+    """Read a body of /v1/responses."""
     request, warnings = ResponseRequest.read(body)
     chat, origins = request.translated()
     with origins.named():
@@ -82,7 +85,7 @@ def asked_response(service: Served, limits: RequestLimits, body: Mapping[str, An
 def asked_message(
     service: Served, limits: RequestLimits, body: Mapping[str, Any], kind: type[CountRequest] = MessagesRequest
 ) -> CoreRequest:
-    """What a body of /v1/messages, or of another `kind`, asks for."""
+    """Read a body of /v1/messages, or of /v1/messages/count_tokens with `kind` CountRequest."""
     request, warnings = kind.read(body)
     chat, origins = request.translated()
     with origins.named():

@@ -1,4 +1,4 @@
-"""One call of a generating route, from its body to its answer."""
+"""Serves one call of a generating route, from its body to its answer."""
 
 import time
 import uuid
@@ -18,7 +18,14 @@ from cluster.api.core.echo import text_of as text_of_prompt
 from cluster.api.core.errors import ApiError, overloaded, shown
 from cluster.api.core.fields import warning_headers
 from cluster.api.core.offload import off_loop
-from cluster.api.core.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, check_model
+from cluster.api.core.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationFields,
+    TokenizeRequest,
+    check_model,
+)
 from cluster.api.core.service import RequestLimits, Served, Service
 from cluster.api.core.stream import EventStream, json_bytes, until_client_leaves
 from cluster.api.core.tokenizer import Encoded
@@ -26,15 +33,16 @@ from cluster.api.http import access_log
 from cluster.api.http.api_adapters import CoreRequest, Reader
 from cluster.api.http.guard import key_of
 from cluster.api.openai.answers import AnswerContext, AnswerShape, Extras
-from cluster.request import Request
-from cluster.tokenizer.tokenizer import StoppedText
+from cluster.request import Request, RequestParams
+from cluster.tokenizer.tokenizer import StoppedText, TextTokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateCall:
-    """A parsed call: its id, its sequences, the shape of its answer, headers with warnings.
+    """A parsed call, ready for the engine. `shape` writes its answer; `headers` are the HTTP headers of the answer.
 
-    `scores` is how many log-probabilities of prompts the answer holds: where many, it is written off the event loop.
+    `scores` is the number of prompt log-probabilities in the answer. If it is large, the answer is serialised off the
+    event loop.
     """
 
     call_id: str
@@ -48,10 +56,15 @@ class GenerateCall:
 async def answer(
     service: Service, limits: RequestLimits, intake: BodyReader, request: HttpRequest, read: Reader
 ) -> Response:
-    """Answer a generating route, whose bodies `read` understands."""
+    """Serve one call of a generating route, and return JSON or an event stream. `read` parses the route's bodies.
+
+    Raises:
+        ApiError: the call is refused, or fails before its answer begins.
+        ClientGoneError: the client closed the connection before its answer began (streamed) or was complete.
+    """
     arrived = time.perf_counter()
     try:
-        if (why := service.engine.full()) is not None:  # before its body costs anything
+        if (why := service.engine.full()) is not None:  # refuse before spending time on the body
             raise overloaded(why, whoever=True)
         async with intake.json(request) as (body, length):
             asked = await off_loop(length, lambda: read(service, limits, body))
@@ -75,7 +88,7 @@ async def answer(
 
 
 async def _streamed(request: HttpRequest, call: GenerateCall, deltas: AsyncGenerator[Delta, None]) -> Response:
-    """The stream, once its first tokens are there: until then a refusal can still have its own HTTP status."""
+    """Wait for the first tokens, then return the event stream. Before them, an error can still set the HTTP status."""
     try:
         first = await until_client_leaves(request.receive, _first(deltas))
     except BaseException:
@@ -106,11 +119,17 @@ async def _all(deltas: AsyncGenerator[Delta, None]) -> list[Delta]:
 async def understand(
     service: Served, limits: RequestLimits, asked: CoreRequest, length: int, salt: int = 0
 ) -> GenerateCall:
-    """Turn the prompts of a request into tokens, and give every sequence its settings, its seed and its cache's `salt`.
-    Where the body is long (`length` bytes), the work is done off the event loop.
+    """Prepare all that a call needs before it goes to the engine.
+
+    - Encode and truncate the prompts. Compile the grammar, if one is requested.
+    - Choose the id of the call.
+    - Make one sequence per sample of each prompt, with its id, sampling parameters, seed and the cache `salt`.
+    - Make the object that writes the answer.
+
+    `length` is the length of the body in bytes. The work on a long body runs off the event loop.
 
     Raises:
-        ApiError: the request cannot be served; the field at fault is named.
+        ApiError: the request cannot be served; the error names the field at fault.
     """
     model, fields = service.model, asked.fields
     tokenizer = service.tokenizer
@@ -133,12 +152,11 @@ async def understand(
         default_tokens = limits.default_completion_tokens
 
     grammar = None if constraint is None else await service.grammars.compiled(constraint)
+    # From here on `prompts` holds the kept tokens; `whole` holds the prompts before truncation.
     whole, prompts = prompts, [fields.kept(ids, model.room, default_tokens) for ids in prompts]
     scores = _scores(fields, prompts, limits)
     echoes = await off_loop(length, lambda: _echoes(service, fields, whole, prompts))
-    unique = uuid.uuid4().hex
-    call_id = asked.prefix + (fields.request_id or unique)
-    sequence_id = f"{call_id}-{unique[:8]}" if fields.request_id else call_id  # a client may repeat its ids
+    call_id, sequence_id = _ids(asked.prefix, fields.request_id)
 
     def make_choices() -> list[OutputSequence]:
         choices: list[OutputSequence] = []
@@ -148,14 +166,14 @@ async def understand(
                 raise ApiError(f"{blamed[at]}: must not be empty", param=blamed[at], code="invalid_value")
             params = fields.sampling(model, len(ids), default_tokens, blamed[at])
             for i in range(fields.samples):
-                text = None
-                if tokenizer is not None:
-                    included, least = fields.include_stop_str_in_output, fields.min_tokens
-                    text = StoppedText(tokenizer.text, ids, params.stop, included, least, chat.special)
+                text = None if tokenizer is None else _text_of(tokenizer.text, ids, params, fields, chat)
                 own = replace(params, seed=fields.seed_of(i), adjustments=adjustments, grammar=grammar)
-                if i and not fields.stream:  # what is asked about a prompt comes with its first output
+                # If not streamed, only sample 0 computes the prompt's log-probabilities; the other samples get a copy.
+                # The samples of a stream are sent separately, so each sample computes them.
+                if i and not fields.stream:
                     own = replace(own, prompt_logprobs=None)
                 index = len(choices)
+                # 0 is `resumed_tokens`: the sequence is new, not resumed
                 sequence = Request(f"{sequence_id}-{index}", ids, own, 0, fields.routed_dp_rank, salt)
                 choices.append(
                     OutputSequence(index, at, sequence, text, fields.include_stop_str_in_output, chat.reader())
@@ -168,6 +186,23 @@ async def understand(
     shape = asked.shape(AnswerContext(call_id, int(time.time()), model.model_id, choices, words, extras))
     headers = warning_headers(warnings) | ({asked.id_header: call_id} if asked.id_header else {})
     return GenerateCall(call_id, choices, shape, fields.stream, headers, scores)
+
+
+def _text_of(
+    words: TextTokenizer, ids: tuple[int, ...], params: RequestParams, fields: GenerationFields, chat: ChatOutput
+) -> StoppedText:
+    """Return the object that turns the tokens of a sequence into text, and cuts the text at a stop string."""
+    included, least = fields.include_stop_str_in_output, fields.min_tokens
+    return StoppedText(words, ids, params.stop, included, least, chat.special)
+
+
+def _ids(prefix: str, request_id: str | None) -> tuple[str, str]:
+    """Return the id of a call, and the common prefix of the ids of its sequences. With a client's `request_id` the
+    prefix gets a random suffix, because a client may use a `request_id` again.
+    """
+    unique = uuid.uuid4().hex
+    call_id = prefix + (request_id or unique)
+    return call_id, f"{call_id}-{unique[:8]}" if request_id else call_id
 
 
 def _extras(fields: CompletionRequest | ChatRequest, echoes: tuple[str, ...]) -> Extras:
@@ -188,7 +223,10 @@ def _extras(fields: CompletionRequest | ChatRequest, echoes: tuple[str, ...]) ->
 def _echoes(
     service: Served, fields: CompletionRequest | ChatRequest, whole: list[tuple[int, ...]], kept: list[tuple[int, ...]]
 ) -> tuple[str, ...]:
-    """The texts of the prompts where answers repeat them: as they came, unless fewer tokens are `kept`."""
+    """Return the prompt texts with which an answer with `echo` begins; empty without `echo`. `whole` are the prompts,
+    `kept` the prompts after truncation. A prompt that was truncated or sent as token ids is decoded from its kept
+    tokens.
+    """
     if not isinstance(fields, CompletionRequest) or not fields.echo:
         return ()
     tokenizer = None if service.tokenizer is None else service.tokenizer.text
@@ -200,15 +238,15 @@ def _echoes(
 
 
 def _scores(fields: CompletionRequest | ChatRequest, prompts: list[tuple[int, ...]], limits: RequestLimits) -> int:
-    """How many log-probabilities of prompts an answer holds.
+    """Return the number of prompt log-probabilities in the answer.
 
     Raises:
-        ApiError: more than one call may ask for.
+        ApiError: 400 if the number exceeds `limits.prompt_logprobs`.
     """
     wanted = fields.prompt_logprobs_wanted()
     if wanted is None:
         return 0
-    scores = sum(map(len, prompts)) * fields.samples * (wanted + 1)
+    scores = sum(map(len, prompts)) * fields.samples * (wanted + 1)  # + 1: the prompt token itself
     if scores > limits.prompt_logprobs:
         param = "echo" if fields.prompt_logprobs is None else "prompt_logprobs"
         raise ApiError(
@@ -235,10 +273,10 @@ async def _encoded(
 
 
 async def tokens_of(service: Service, fields: TokenizeRequest, length: int) -> tuple[int, ...]:
-    """The token ids that /tokenize answers; the body has `length` bytes.
+    """Return the token ids for /tokenize. `length` is the length of the body in bytes.
 
     Raises:
-        ApiError: the model has no tokenizer, or no chat template, or it refuses the conversation.
+        ApiError: the model has no tokenizer or no chat template, or the template refuses the conversation.
     """
     if fields.prompt is None:
         return tuple((await _encoded(service, fields, length, fields.special)).ids)
@@ -248,10 +286,10 @@ async def tokens_of(service: Service, fields: TokenizeRequest, length: int) -> t
 
 
 async def count_of(service: Service, asked: CoreRequest, length: int) -> int:
-    """How many tokens the prompt of a conversation has; the body has `length` bytes.
+    """Return the number of prompt tokens of a conversation. `length` is the length of the body in bytes.
 
     Raises:
-        ApiError: the model has no chat template, or it refuses the conversation.
+        ApiError: the model has no tokenizer or no chat template, or the template refuses the conversation.
     """
     assert isinstance(asked.fields, ChatRequest)
     with asked.origins.named():
@@ -259,10 +297,10 @@ async def count_of(service: Service, asked: CoreRequest, length: int) -> int:
 
 
 async def text_of(service: Service, fields: DetokenizeRequest, length: int) -> str:
-    """The text that /detokenize answers; the body has `length` bytes.
+    """Return the text for /detokenize. `length` is the length of the body in bytes.
 
     Raises:
-        ApiError: another model is asked for, this one has no tokenizer, or a token id is not in its vocabulary.
+        ApiError: the body names another model, the model has no tokenizer, or a token id is not in its vocabulary.
     """
     check_model(service.model, fields.model)
     if service.tokenizer is None:

@@ -1,4 +1,4 @@
-"""/docs: the routes and the fields of their bodies, as one page of HTML that loads nothing else."""
+"""/docs: one HTML page with the routes and the fields of their bodies. The page loads no other file."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ PLACE = "#/components/schemas/"
 
 
 def page_of(document: Mapping[str, Any]) -> str:
-    """The page for what /openapi.json says."""
+    """Return the HTML page for the document of /openapi.json."""
     title = f"{document['info']['title']} {document['info']['version']}"
     parts = [f"<h1>{escape(title)}</h1>", "<p>The same for programs: <a href='openapi.json'>openapi.json</a>.</p>"]
     for path, operations in document["paths"].items():
@@ -38,7 +38,7 @@ def _operation(name: str, operation: Mapping[str, Any], schemas: Mapping[str, An
 
 
 def _body(schema: Mapping[str, Any]) -> Iterator[str]:
-    """What a body is, its fields that are honoured, and the names of those that only have neutral values."""
+    """Yield the HTML of a body: its description, its honoured fields, and the names of unsupported fields."""
     fields, needed = schema.get("properties", {}), schema.get("required", ())
     if "description" in schema:
         yield f"<p>{escape(schema['description'])}</p>"
@@ -55,11 +55,12 @@ def _body(schema: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_neutral(field: Mapping[str, Any]) -> bool:
+    """Return whether a field is known but not supported: `openapi` lists the values that do nothing as its enum."""
     return "enum" in field and "description" in field
 
 
 def _kind(schema: Mapping[str, Any]) -> str:
-    """The values that a schema allows, in a few words."""
+    """Return a short text for the values that a schema allows."""
     if "$ref" in schema:
         return str(schema["$ref"]).removeprefix(PLACE)
     if "anyOf" in schema:

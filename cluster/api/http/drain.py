@@ -1,4 +1,4 @@
-"""How an ingress replica shuts down without cutting a stream: no new calls, and time for the open ones."""
+"""Shuts down an ingress replica without cutting streams: it refuses new calls and waits for the open ones."""
 
 import asyncio
 import importlib
@@ -17,15 +17,19 @@ logger = logging.getLogger(__name__)
 
 GENERATION = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
 REFUSED = GENERATION | {"/ready"}
-RETRY_AFTER_S = 5  # about what another server, or the next one at this address, takes to be ready
-END_MARGIN_S = 1.5  # streams end so long before Serve kills a replica, which leaves time for error events,
-END_SHARE = 0.5  # or this part of graceful_shutdown_timeout_s before it, where that is shorter
-LAPSE_S = 30.0  # who drains says so again and again; if it is heard no more, it was killed, and the server serves on
+RETRY_AFTER_S = 5  # about the time until another server, or the next one at this address, is ready
+# Open streams are ended min(END_MARGIN_S, END_SHARE * graceful_shutdown_timeout_s) seconds before Serve kills the
+# replica, so that their error events can still be sent.
+END_MARGIN_S = 1.5
+END_SHARE = 0.5
+# While draining, `aerie serve` repeats its call of `Drain.begin`. If none comes for LAPSE_S, `aerie serve` was killed,
+# and the replica accepts calls again.
+LAPSE_S = 30.0
 SHUTTING_DOWN = "the server is shutting down"
 
 
 class Drain:
-    """Whether one replica takes calls, and how many it has open; used only on the event loop that serves them."""
+    """Whether one replica accepts calls, and how many are open. Used only on the event loop that serves the calls."""
 
     def __init__(self) -> None:
         self.open = 0
@@ -33,11 +37,13 @@ class Drain:
 
     @property
     def refusing(self) -> bool:
-        """Whether new calls are refused."""
+        """Whether new calls are refused now."""
         return time.monotonic() < self._until
 
     def begin(self) -> int:
-        """Refuse new calls for `LAPSE_S` from now on; returns how many are open. Is called again until the end."""
+        """Refuse new calls for the next `LAPSE_S` seconds, and return the number of open calls. `aerie serve` calls
+        this repeatedly until the server ends.
+        """
         if not self.refusing:
             logger.info("draining: %d open calls go on, new ones are refused", self.open)
         self._until = time.monotonic() + LAPSE_S
@@ -45,7 +51,7 @@ class Drain:
 
     @contextmanager
     def one_more(self) -> Iterator[None]:
-        """Count a call as open while this lasts."""
+        """Count a call as open inside the block."""
         self.open += 1
         try:
             yield
@@ -54,14 +60,14 @@ class Drain:
 
 
 class DrainMiddleware:
-    """ASGI middleware that counts the calls for generation and, while the server drains, refuses new ones with 503."""
+    """ASGI middleware that counts generating calls; while the server drains, new ones and /ready get a 503."""
 
     def __init__(self, app: ASGIApp, drain: Drain) -> None:
         self._app = app
         self._drain = drain
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one call."""
+        """Serve one call, or refuse it while draining."""
         path = scope.get("path")
         if scope["type"] != "http" or path not in REFUSED:
             await self._app(scope, receive, send)
@@ -82,11 +88,11 @@ class DrainMiddleware:
 
 
 def when_leaving(end: Callable[[], None]) -> None:
-    """Have `end` called on this event loop, shortly before Serve kills this replica.
+    """Arrange that `end` is called on this event loop shortly before Serve kills this replica.
 
-    A redeploy or a scale-down gives a replica `graceful_shutdown_timeout_s` for its open requests and then kills it,
-    without telling the replica's own code. So Serve's private method is wrapped; a version of Serve that lacks it is
-    left as it is, and streams that are open at the end are cut.
+    On a redeploy or scale-down Serve gives a replica `graceful_shutdown_timeout_s` for its open requests and then kills
+    it, without notice to the replica's code. So this function wraps a private method of Serve's replica. A version of
+    Serve without that method is not patched; its open streams are cut at the end.
     """
     replica: Any = getattr(importlib.import_module("ray.serve._private.replica"), "Replica", None)
     stop = getattr(replica, "_perform_graceful_shutdown", None)

@@ -1,8 +1,8 @@
-"""Who may ask for what: the first thing that happens to a request, before it is routed.
+"""Access control by API key, before a request is routed.
 
-Denied by default: without a key a request is let through to the pages of `OPEN` alone, whatever its path, its method
-and its spelling. With a key an admin may do all; what others may use is said in `SCOPES`. Which route a request asks
-for is decided by the routes themselves, so the guard and the router cannot disagree about a path.
+Requests are denied by default: without a key, only GET and HEAD of the pages in `OPEN` pass. A key of scope admin may
+use every route; `SCOPES` lists the routes for other keys. The routes themselves decide which route a request matches,
+so the guard and the router cannot disagree about a path.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,30 +34,30 @@ SCOPES: Mapping[str, Scope] = {
     "/openapi.json": "use",
     "/docs": "use",
     "/server_info": "admin",  # paths, addresses, process ids, causes of faults
-    "/server_state": "use",  # the same without those; it tells causes to admins
+    "/server_state": "use",  # no paths, addresses or process ids; only admins get causes of faults
     **dict.fromkeys(PAGE, "use"),
 }
-"""By declared path; a route that is not here is for admins."""
+"""The scope that each declared path needs. A route that is missing here needs scope admin."""
 KEY, ANONYMOUS = "aerie.key", "aerie.anonymous"
 POLICY_VIOLATION = 1008  # the close code of a refused websocket
 
 
 def key_of(call: Call) -> ApiKey | None:
-    """The key with which a call came; None where the server has no keys."""
+    """Return the API key of a call, or None if the server has no keys or the call came without a key."""
     key: ApiKey | None = call.get(KEY)
     return key
 
 
 def is_anonymous(call: Call) -> bool:
-    """Whether a call came without a key to a server that has keys: it is told no causes."""
+    """Return whether a call came without a key to a server that has keys. Its answer names no causes of faults."""
     return ANONYMOUS in call
 
 
 class Guard:
-    """ASGI middleware that denies what no key allows."""
+    """ASGI middleware that denies a call whose key does not have the scope that the route needs."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, routes: Sequence[BaseRoute]) -> None:
-        """`routes` are those of the app, which may still grow."""
+        """`routes` is the app's own list of routes; routes that are added later also count."""
         self._app, self._keys, self._routes = app, keys, routes
 
     async def __call__(self, scope: Call, receive: Receive, send: Send) -> None:
@@ -72,12 +72,12 @@ class Guard:
             await self._app(scope, receive, send)
 
     def _denied(self, call: Call) -> ApiError | None:
-        """Why a call is denied; if it is not, its key is noted."""
+        """Return the error that denies a call. For an allowed call, note its key in the scope and return None."""
         token, route = _token(call), self._route(call)
         key = None if token is None else self._keys.find(token)
         if key is not None:
             call[KEY] = key
-            needed = "use" if route is None else SCOPES.get(route, "admin")  # where no route is, nothing but a 404 is
+            needed = "use" if route is None else SCOPES.get(route, "admin")  # without a route the answer is a 404
             return None if key.scope == "admin" or needed == "use" else _not_allowed()
         if route in OPEN and call["method"] in ("GET", "HEAD"):
             call[ANONYMOUS] = True
@@ -85,7 +85,9 @@ class Guard:
         return _no_key(token)
 
     def _route(self, call: Call) -> str | None:
-        """The declared path of the route that a call asks for, with whatever method; None where there is none."""
+        """Return the declared path of the first route that matches the call's path with any method; None if no route
+        does.
+        """
         for route in self._routes:
             if route.matches(call)[0] is not Match.NONE:
                 return getattr(route, "path", "")
@@ -93,7 +95,9 @@ class Guard:
 
 
 def _token(call: Call) -> bytes | None:
-    """The key that a call brings, as a Bearer token or as Anthropic's x-api-key; None for none, or two that differ."""
+    """Return a call's key: its Bearer token or Anthropic's x-api-key. None if the call has no key or two different
+    keys.
+    """
     tokens = set()
     for name, value in call["headers"]:
         if name == b"x-api-key":

@@ -1,10 +1,10 @@
-"""HEAD: the answer to the same GET without its body, as RFC 9110 has it; FastAPI by itself answers 405."""
+"""HEAD requests: answered like the same GET, without the body, as RFC 9110 demands. FastAPI by itself answers 405."""
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
 class HeadAsGet:
-    """ASGI middleware: the app sees a GET, the client no body."""
+    """ASGI middleware that passes a HEAD request to the app as a GET and drops the body of the answer."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,6 +1,6 @@
-"""What /openapi.json says: every field of every body with its accepted values, every status of every route.
+"""Builds /openapi.json: the fields of every body with their accepted values, and the statuses of every route.
 
-The handlers read bodies themselves, so FastAPI does not know their fields; what it generates is replaced.
+The handlers read bodies themselves, so FastAPI does not know the fields. Its generated schemas are replaced here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -59,7 +59,9 @@ ERROR = {
 
 
 class OtherApi(NamedTuple):
-    """An API whose bodies become chat requests: its path, with all below it, its bodies, the schema of its errors."""
+    """An API whose bodies become chat requests. `path` is the root of its paths; `error` is the JSON schema of its
+    errors.
+    """
 
     path: str
     bodies: tuple[type[TranslatedBody], ...]
@@ -68,13 +70,13 @@ class OtherApi(NamedTuple):
 
 
 def body_of(fields: type[Strict]) -> dict[str, Any]:
-    """The `openapi_extra` of a route whose body is `fields`."""
+    """Return the `openapi_extra` of a route whose body is `fields`."""
     content = {"application/json": {"schema": {"$ref": PLACE.format(model=fields.__name__)}}}
     return {"requestBody": {"required": True, "content": content}}
 
 
 def describe(app: FastAPI, limits: RequestLimits, others: Sequence[OtherApi] = ()) -> None:
-    """Have /openapi.json describe what the routes really accept and answer."""
+    """Replace the document of /openapi.json by one that describes what the routes accept and answer."""
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -91,7 +93,7 @@ def describe(app: FastAPI, limits: RequestLimits, others: Sequence[OtherApi] = (
 
 
 def schemas(limits: RequestLimits, others: Sequence[OtherApi] = ()) -> dict[str, Any]:
-    """The schemas of all bodies and of an error; a body that the routes or `limits` refuse does not match them."""
+    """Return the schemas of all bodies and of errors. A body that exceeds one of `limits` does not match its schema."""
     translated = [fields for other in others for fields in other.bodies]
     _, found = models_json_schema([(fields, "validation") for fields in (*BODIES, *translated)], ref_template=PLACE)
     named: dict[str, Any] = found["$defs"]
@@ -134,7 +136,7 @@ def schemas(limits: RequestLimits, others: Sequence[OtherApi] = ()) -> dict[str,
 def _say_translated(
     schema: dict[str, Any], fields: type[TranslatedBody], chat: Mapping[str, Any], limits: RequestLimits
 ) -> None:
-    """Add to a body of another API the fields that it shares with a chat request, and those that it refuses."""
+    """Add fields to the schema of another API's body: fields shared with a chat request, and refused fields."""
     of, table = schema["properties"], fields.table
     of |= {name: chat[name] for name in sorted(fields.extensions)}
     for name in (*table.refused, *table.remedies):
@@ -167,13 +169,13 @@ def _say_prompt(prompt: dict[str, Any], limits: RequestLimits) -> None:
 
 
 def _inner(schema: dict[str, Any], kind: str) -> dict[str, Any]:
-    """The alternative of a field's schema that has the type `kind`, or the schema itself."""
+    """Return the alternative of type `kind` in a field's schema, or the schema itself if it has no such alternative."""
     found: dict[str, Any] = next((one for one in schema.get("anyOf", ()) if one.get("type") == kind), schema)
     return found
 
 
 def _say_responses(path: str, operation: dict[str, Any], error: str) -> None:
-    """Add all statuses of a route, with the content of their bodies."""
+    """Set the responses of a route: every status, with the content type and schema of its body."""
     good: dict[str, Any] = {"description": "Success"}
     kinds = PAGES.get(path, {"application/json": {"schema": {}}})
     if path in GENERATES:

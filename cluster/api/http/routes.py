@@ -1,4 +1,4 @@
-"""The REST routes of one replica, without Ray: `cluster.api.serve.application` mounts them in a Serve replica."""
+"""The REST app of one replica. It does not import Ray; `cluster.api.serve.application` mounts it in a Serve replica."""
 
 import asyncio
 import logging
@@ -56,9 +56,11 @@ def make_app(
     origins: Sequence[str] = (),
     page: bool = True,
 ) -> FastAPI:
-    """The REST app of a service, whose parts are looked up on every call. `limits` default to those that follow from
-    the model; `drain` tells when to refuse calls. Without `keys` everyone may ask for everything. Pages of the
-    `origins` may ask from a browser. With `page` there is one at /.
+    """Return the REST app of `service`. Every call reads the properties of `service` again, so they may change.
+
+    If `limits` is None, the limits follow from the model's context length. `drain` says when to refuse calls. If `keys`
+    is None, every route is open to everyone. Browser pages of the `origins` may call the server (CORS). If `page` is
+    true, / serves the status page.
     """
     limits = limits or RequestLimits.of(service.model.context_length)
     app = FastAPI(title="Aerie", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
@@ -78,7 +80,7 @@ def make_app(
         app.add_middleware(Guard, keys=keys, routes=app.routes)
     if page:
         app.add_middleware(SlashBehindPrefix)
-    if origins:  # around the guard: a browser asks without a key first whether it may ask
+    if origins:  # added after the guard, so CORS comes first: a browser's preflight request carries no key
         exposed = [WARNING_HEADER, "retry-after"]
         app.add_middleware(
             CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed
@@ -111,7 +113,7 @@ def _add_other_apis(app: FastAPI, service: Service, limits: RequestLimits, intak
 
     @app.post("/v1/responses/input_tokens", openapi_extra=body_of(ResponseRequest))
     async def input_tokens(request: Request) -> Response:
-        """How many tokens the prompt of a response has."""
+        """The number of tokens in the prompt of a response."""
         async with intake.json(request) as (body, length):
             asked = await off_loop(length, lambda: asked_response(service, limits, body))
             count = await calls.count_of(service, asked, length)
@@ -121,7 +123,7 @@ def _add_other_apis(app: FastAPI, service: Service, limits: RequestLimits, intak
     @app.post("/v1/responses/{response_id:path}")
     @app.delete("/v1/responses/{response_id:path}")
     async def stored_response(response_id: str) -> Response:
-        """Nothing: no response is stored, so none can be looked at, cancelled or deleted."""
+        """Always 404: this server stores no response, so none can be read, cancelled or deleted."""
         message = f"there is no response {shown(response_id)}: this server stores none; keep the answer of the call"
         raise ApiError(message, status=404, code="not_found")
 
@@ -132,7 +134,7 @@ def _add_other_apis(app: FastAPI, service: Service, limits: RequestLimits, intak
 
     @app.post("/v1/messages/count_tokens", openapi_extra=body_of(CountRequest))
     async def count_tokens(request: Request) -> Response:
-        """How many tokens the prompt of a message has."""
+        """The number of tokens in the prompt of a message."""
         async with intake.json(request) as (body, length):
             asked = await off_loop(length, lambda: asked_message(service, limits, body, CountRequest))
             count = await calls.count_of(service, asked, length)
@@ -161,7 +163,7 @@ def _add_tokens(app: FastAPI, service: Service, limits: RequestLimits, intake: B
 def _add_facts(app: FastAPI, service: Service, limits: RequestLimits) -> None:
     @app.get("/v1/models")
     async def models() -> Response:
-        """The models that are served: one."""
+        """The list of served models; it has one entry."""
         return _json({"object": "list", "data": [_card(service)]})
 
     @app.get("/v1/models/{model_id:path}")
@@ -195,7 +197,7 @@ def _add_facts(app: FastAPI, service: Service, limits: RequestLimits) -> None:
 
     @app.get("/docs")
     async def docs() -> Response:
-        """These routes and the fields of their bodies, to read."""
+        """The routes and the fields of their bodies, as an HTML page."""
         page = page_of(app.openapi())
         return Response(page, media_type="text/html", headers={"Content-Security-Policy": POLICY})
 
@@ -208,7 +210,7 @@ def _add_facts(app: FastAPI, service: Service, limits: RequestLimits) -> None:
 def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/server_state")
     async def server_state(request: Request) -> Response:
-        """What the server does now, for its page."""
+        """The present state of the server, for its status page."""
         status, samples = await asyncio.gather(_status(service), service.samples())
         key = key_of(request.scope)
         causes = key is None or key.scope == "admin"
@@ -218,13 +220,13 @@ def _add_state(app: FastAPI, service: Service) -> None:
 async def _check_progress(service: Service, request: Request) -> None:
     status = await _status(service)
     if not status.healthy:
-        start_s = status.history.start_seconds or RESTART_S  # none is known before the first start is over
+        start_s = status.history.start_seconds or RESTART_S  # 0 until the first start is over
         reason = "" if is_anonymous(request.scope) else status.reason
         raise unavailable(reason or "the engine is not healthy", start_s)
 
 
 async def _status(service: Service) -> GangStatus:
-    """The gang's status; one that does not answer, or not in time, is unhealthy."""
+    """Return the gang's status. If it cannot be read within `STATUS_TIMEOUT_S`, return an unhealthy status."""
     try:
         return await asyncio.wait_for(service.engine.status(), STATUS_TIMEOUT_S)
     except TimeoutError:

@@ -1,4 +1,4 @@
-"""`/server_info`: what a gang runs with, how far each rank is, and which lives it had, as JSON."""
+"""`/server_info`: the resolved settings of a gang, the progress of each rank, and the gang's restarts, as JSON."""
 
 from dataclasses import asdict
 from typing import Any
@@ -10,8 +10,8 @@ from cluster.chat.formats.choose import ChosenFormat
 
 
 def facts_of(model: ModelInfo, limits: RequestLimits, status: GangStatus, chosen: ChosenFormat) -> dict[str, Any]:
-    """The facts that the gang reports; accept lengths also stand where SGLang's benchmark looks for them. `chosen` is
-    the format of answers in a chat.
+    """Return the content of `/server_info`. `internal_states` holds the mean accept length, because SGLang's benchmark
+    reads it there. `chosen` names the formats of tool calls and reasoning in chat answers.
     """
     lengths = [beat.status.accept_length for beat in status.beats if beat.status.accept_length]
     history = asdict(status.history)

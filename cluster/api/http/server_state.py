@@ -1,4 +1,6 @@
-"""`/server_state`: what the server does now, as JSON, for its page. It names no path, no address and no process."""
+"""`/server_state`: the present state of the server as JSON, for its status page. Only the reasons of faults may name
+paths, addresses and processes, and only admins get these reasons.
+"""
 
 import time
 from collections.abc import Sequence
@@ -39,8 +41,9 @@ SETTINGS = (
 
 
 def state_of(model_id: str, status: GangStatus, samples: Sequence[bytes], causes: bool) -> dict[str, Any]:
-    """The state of the gang that answers, and counts since the start, summed over all replicas: a reader that looks
-    twice has the rates between. `causes`: faults are told with their reasons, which may name addresses and processes.
+    """Return the state of one gang (`status`), and counts since the start, summed over all replicas (`samples`). The
+    difference of two reads gives a rate. If `causes` is true, faults include their reasons, which may name addresses
+    and processes.
     """
     sums = Sums(samples)
     infos, beats = {info.rank: info for info in status.ranks}, {beat.rank: beat for beat in status.beats}
@@ -66,13 +69,13 @@ def state_of(model_id: str, status: GangStatus, samples: Sequence[bytes], causes
 
 
 def _depths(sums: Sums, **labels: str) -> list[int]:
-    """How many trees were accepted to each depth, from depth 1 on."""
+    """Return the number of accepted draft tokens at each depth, from depth 1 on."""
     found = sums.by("depth", "aerie_accepted_by_depth_total", **labels)
     return [int(found[depth]) for depth in sorted(found, key=int)]
 
 
 def _rank(rank: int, beat: Heartbeat | None, sums: Sums) -> dict[str, Any]:
-    """One rank; it is `silent` while it has no heartbeat. The counts are those of this rank in all gangs."""
+    """Return the state of one rank: `silent` if there is no heartbeat. Counts are sums over this rank of all gangs."""
     own = str(rank)
     counts = {name: int(sums.total(f"aerie_{name}_total", rank=own)) for name in OF_RANK}
     told = {"rank": rank, **counts, "accepted_by_depth": _depths(sums, rank=own)}
@@ -99,7 +102,7 @@ def _loss(loss: Loss, causes: bool) -> dict[str, Any]:
 
 
 def _settings(info: RankInfo | None) -> dict[str, Any]:
-    """What is loaded, as rank 0 has it; nothing before the first start is over."""
+    """Return the settings that rank 0 reports; empty until the first start is over."""
     if info is None:
         return {}
     draft = info.draft

@@ -1,1 +1,1 @@
-"""`aerie serve`: the plan of a start, its flags, and how the server begins and ends."""
+"""`aerie serve`: its flags, the validated plan of a start, and the start and stop of the server; also `aerie keys`."""

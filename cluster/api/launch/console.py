@@ -1,4 +1,4 @@
-"""Shows the warnings and errors of all processes of the server on the terminal of `aerie serve`."""
+"""Prints the warnings and errors of all processes of the server on the terminal of `aerie serve`."""
 
 import logging
 import sys
@@ -7,11 +7,11 @@ import threading
 from cluster.observability.logs import LogFollower, level_and_logger
 
 POLL_S = 0.3
-OWN = "cluster.api.launch.serve"  # prints its own lines itself
+OWN = "cluster.api.launch.serve"  # this logger's module prints its messages itself
 
 
 class Console:
-    """Follows the log in a thread of its own, from construction until `stop`."""
+    """Follows the log in its own thread, from construction until `stop`."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -21,7 +21,7 @@ class Console:
         self._thread.start()
 
     def stop(self) -> None:
-        """Show the lines that are left, then end the thread."""
+        """Print the remaining lines, then end the thread."""
         self._over.set()
         self._thread.join(timeout=2.0)
 

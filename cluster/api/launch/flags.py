@@ -1,4 +1,4 @@
-"""The flags of `aerie serve`, and the settings that they stand for. All other settings are given by `--set`."""
+"""The flags of `aerie serve`, and the setting that each of them overrides. `--set` overrides any other setting."""
 
 import argparse
 from pathlib import Path
@@ -26,7 +26,7 @@ FLAGS: dict[str, str] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that say what is served, and where."""
+    """Add the options that choose the model, the address and the settings."""
     parser.add_argument(
         "model",
         nargs="?",
@@ -42,6 +42,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="what clients call the model (default: the folder's name, or that on the hub)",
     )
+    _add_sizes(parser)
+    parser.add_argument(
+        "--tool-call-parser",
+        metavar="NAME",
+        help=f"how the model writes calls of tools: {', '.join(TOOL_NAMES)} (default: auto, by its chat template)",
+    )
+    parser.add_argument(
+        "--reasoning-parser",
+        metavar="NAME",
+        help=f"how it marks what it thinks: {', '.join(REASONING_NAMES)} (default: auto)",
+    )
+    parser.add_argument("--api-key", "--admin-api-key", type=_refuse_key, help=argparse.SUPPRESS)
+    parser.add_argument("--config", metavar="FILE", help="a Serve config; the other options override it")
+    parser.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        dest="overrides",
+        help="override one setting: an engine setting (mem_fraction_static=0.5), http_host, http_port, or a dotted key "
+        "(deployment_config.num_replicas=2); speculative_algorithm=null turns speculation off; may be repeated",
+    )
+
+
+def _add_sizes(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the address, the ranks, the context and who may use the server."""
     parser.add_argument("--host", metavar="ADDRESS", help="where to listen (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, help="port to listen on (default: 8000)")
     parser.add_argument("--tp-size", "--tp", "--tensor-parallel-size", type=int, metavar="N", help="ranks (default: 1)")
@@ -66,27 +92,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="who may use the server: keys as `aerie keys` makes them (env: AERIE_API_KEY, AERIE_ADMIN_API_KEY)",
     )
-    parser.add_argument(
-        "--tool-call-parser",
-        metavar="NAME",
-        help=f"how the model writes calls of tools: {', '.join(TOOL_NAMES)} (default: auto, by its chat template)",
-    )
-    parser.add_argument(
-        "--reasoning-parser",
-        metavar="NAME",
-        help=f"how it marks what it thinks: {', '.join(REASONING_NAMES)} (default: auto)",
-    )
-    parser.add_argument("--api-key", "--admin-api-key", type=_refuse_key, help=argparse.SUPPRESS)
-    parser.add_argument("--config", metavar="FILE", help="a Serve config; the other options override it")
-    parser.add_argument(
-        "--set",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        dest="overrides",
-        help="override one setting: an engine setting (mem_fraction_static=0.5), http_host, http_port, or a dotted key "
-        "(deployment_config.num_replicas=2); speculative_algorithm=null turns speculation off; may be repeated",
-    )
 
 
 def _refuse_key(key: str) -> NoReturn:
@@ -97,7 +102,7 @@ def _refuse_key(key: str) -> NoReturn:
 
 
 def model_of(args: argparse.Namespace) -> str | None:
-    """The target's folder or name on a hub, given as MODEL or as --model-path; None for the config's.
+    """Return the target's folder or hub name, given as MODEL or as --model-path; None to serve the config's model.
 
     Raises:
         ConfigError: it is given twice.
@@ -109,7 +114,7 @@ def model_of(args: argparse.Namespace) -> str | None:
 
 
 def overrides_of(args: argparse.Namespace) -> list[Override]:
-    """What the flags and `--set` ask for, in that order: where both name a setting, `--set` wins."""
+    """Return the overrides of the flags, then those of `--set`: where both name a setting, `--set` wins."""
     given = {flag: getattr(args, flag) for flag in FLAGS}
     if given["draft"] is not None:
         given["draft"] = here(given["draft"])

@@ -1,4 +1,4 @@
-"""`aerie keys`: makes API keys for a keys file, lists their names, removes them; servers notice by themselves."""
+"""`aerie keys`: creates, lists and removes API keys in a keys file. A running server notices changes by itself."""
 
 import argparse
 import fcntl
@@ -14,12 +14,12 @@ from typing import get_args
 from cluster.api.core.api_keys import NAME, ApiKey, Scope, digest_of, parse, read
 from cluster.config import ConfigError
 
-PREFIX = "sk-aerie-"  # by which people and scanners for leaked secrets know a key
+PREFIX = "sk-aerie-"  # people and scanners for leaked secrets recognise a key by it
 RANDOM_BYTES = 32
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The words after `aerie keys`."""
+    """Add the actions of `aerie keys` and their arguments."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for action, text in (
         ("create", "make a key, print it, and add its hash to FILE; it is shown this once"),
@@ -37,10 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Create, list or remove; 0 when it is done.
+    """Create, list or remove keys; return exit code 0.
 
     Raises:
-        ConfigError: the file cannot be used, or has that name already, or has not.
+        ConfigError: the file cannot be used, the name to create exists already, or the name to remove does not.
     """
     try:
         if args.action == "create":
@@ -57,11 +57,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def create(file: Path, name: str, scope: Scope) -> str:
-    """Add a new key to a keys file, made if it is not there and then its owner's alone; returns the key.
+    """Add a new key to a keys file and return the key. A missing file is created, readable by its owner alone.
 
     Raises:
-        ConfigError: the name is taken or not a name, or the file is not a keys file.
-        OSError: it cannot be written.
+        ConfigError: the name is invalid or exists already, or the file is not a keys file.
+        OSError: the file cannot be written.
     """
     if not NAME.fullmatch(name):
         raise ConfigError(f"NAME must be 1 to 64 letters, digits or any of . _ @ -, got {name!r}")
@@ -81,8 +81,8 @@ def remove(file: Path, name: str) -> None:
     """Remove a key from a keys file; comments stay.
 
     Raises:
-        ConfigError: it has no such key, or is not a keys file.
-        OSError: it cannot be written.
+        ConfigError: the file has no such key, or is not a keys file.
+        OSError: the file cannot be written.
     """
 
     def without(text: str) -> str:
@@ -94,12 +94,12 @@ def remove(file: Path, name: str) -> None:
 
 
 def _rewrite(file: Path, change: Callable[[str], str]) -> None:
-    """Replace a file's text at once, so that a server reads the old or the new one; owner and permissions stay."""
+    """Replace the text of a file atomically: a server reads the old or the new text. Owner and permissions stay."""
     file = file.resolve()
     with _alone(file.parent):
         text = file.read_bytes().decode() if file.exists() else ""
         changed = change(text)
-        descriptor, made = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)  # its owner's alone: 0600
+        descriptor, made = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)  # with permissions 0600
         try:
             with os.fdopen(descriptor, "w") as out:
                 if file.exists():
@@ -117,7 +117,7 @@ def _rewrite(file: Path, change: Callable[[str], str]) -> None:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Hold a folder's lock, so that of two who change a file neither loses what the other did."""
+    """Hold the lock of a folder inside the block, so that two processes do not overwrite each other's changes."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""Single settings that override a Serve config: the flags of `aerie serve` and its `--set key=value`."""
+"""Applies overrides of single settings to a Serve config: the flags of `aerie serve` and its `--set key=value`."""
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -12,7 +12,7 @@ from cluster.arch.hub import hub_model, name_of
 from cluster.config import ConfigError, EngineConfig, nearest
 from cluster.config.aliases import ALIASES, EXPERT_SWITCH, SPECULATIVE_CONFIG, spelled
 
-Override = str | tuple[str, Any]  # `key=value`, the value read as YAML, or a key with its value
+Override = str | tuple[str, Any]  # "key=value" with a value in YAML, or a key and its value
 
 MODEL_KEYS = {"model": "model_source", "model_path": "model_source", "tokenizer": "tokenizer_source"} | {
     name: name for name in ("model_id", "model_source", "tokenizer_source")
@@ -24,11 +24,11 @@ SWITCHES = ("speculative_algorithm", "speculative_draft_model_path")  # set to n
 
 
 def lay_over(data: Mapping[str, Any], overrides: Sequence[Override]) -> dict[str, Any]:
-    """A copy of a Serve config with the overrides applied, the model's first: another model drops the file's draft,
-    tokenizer and name.
+    """Return a copy of a Serve config with the overrides applied. The model comes first, since another model removes
+    the file's draft, tokenizer and name, which later overrides may set again.
 
     Raises:
-        ConfigError: an unknown key, with the nearest known one, or a file whose parts have the wrong form.
+        ConfigError: a key is unknown (the message has the nearest known key), or a part of the file has a wrong form.
     """
     made: dict[str, Any] = deepcopy(dict(data))
     pairs = [_read(override) if isinstance(override, str) else override for override in overrides]
@@ -38,7 +38,7 @@ def lay_over(data: Mapping[str, Any], overrides: Sequence[Override]) -> dict[str
 
 
 def llm_entry(data: dict[str, Any]) -> dict[str, Any]:
-    """The one entry of llm_configs, made when it is missing and read when it is the path of a file.
+    """Return the only entry of llm_configs. A missing entry is created; the path of a file is replaced by its content.
 
     Raises:
         ConfigError: the entry is neither a mapping nor a path.
@@ -83,7 +83,7 @@ def _set(data: dict[str, Any], key: str, value: Any) -> None:
         _set_model(llm, value)
     elif key in MODEL_KEYS:
         _inner(llm, "model_loading_config")[MODEL_KEYS[key]] = value
-    elif ALIASES.get(key, key) in EngineConfig.model_fields:  # before Serve's: max_queued_requests is in both
+    elif ALIASES.get(key, key) in EngineConfig.model_fields:  # before Serve's options: both have max_queued_requests
         _set_engine(llm, key, value)
     elif key in DEPLOYMENT_OPTIONS:
         _inner(llm, "deployment_config")[key] = value
@@ -109,8 +109,8 @@ def _set(data: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _set_model(llm: dict[str, Any], folder: Any) -> None:
-    """Serve the target in `folder`, or of that name on a hub, without the config's draft, tokenizer and name, which are
-    those of the old model.
+    """Set the target to `folder`, a folder or hub name. Unless it is the same target as before, remove the draft, the
+    tokenizer and the name of the old one.
     """
     loading = _inner(llm, "model_loading_config")
     before = loading.get("model_source") or loading.get("model_id")
@@ -127,15 +127,16 @@ def _set_model(llm: dict[str, Any], folder: Any) -> None:
 
 
 def _name_of(source: str) -> str:
-    """What the model is served as: its name on the hub without a revision, or that of its folder."""
+    """Return the name under which the model is served: its hub name without a revision, or its folder's name."""
     model = hub_model(source)
     return model.name if model is not None else name_of(str(Path(source).resolve())) or source
 
 
 def _set_engine(llm: dict[str, Any], key: str, value: Any) -> None:
-    """Set an engine setting, replacing all spellings of it; turning speculation off drops the file's tree as well."""
+    """Set an engine setting and remove its other spellings. Turning speculation off removes all settings of it."""
     engine = _inner(llm, "engine_kwargs")
     name = ALIASES.get(key, key)
+    # Flatten speculative_config first, so that each setting has one place.
     nested = _inner(engine, "speculative_config", "engine_kwargs.speculative_config")
     del engine["speculative_config"]
     for sub, sub_value in nested.items():
@@ -145,11 +146,11 @@ def _set_engine(llm: dict[str, Any], key: str, value: Any) -> None:
     if name in SWITCHES and value is None:
         for other in [k for k in engine if ALIASES.get(k, k).startswith("speculative_")]:
             del engine[other]
-    engine[key if key == EXPERT_SWITCH else name] = value
+    engine[key if key == EXPERT_SWITCH else name] = value  # EXPERT_SWITCH is a boolean, ep_size a number
 
 
 def _inner(data: dict[str, Any], name: str, shown: str = "") -> dict[str, Any]:
-    """The mapping `name` of `data`, made when it is missing or empty."""
+    """Return the mapping `name` of `data`; create it if it is missing or null."""
     inner = data.get(name)
     if inner is None:
         inner = data[name] = {}
@@ -159,7 +160,7 @@ def _inner(data: dict[str, Any], name: str, shown: str = "") -> dict[str, Any]:
 
 
 def _descend(data: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key, making the mappings on the way."""
+    """Set a dotted key; missing mappings on the path are created."""
     *path, last = key.split(".")
     for part in path:
         inner = data.get(part)
@@ -172,7 +173,7 @@ def _descend(data: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _app_args(data: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of the application, made when they are missing."""
+    """Return the arguments of the only application; create them if they are missing."""
     applications = data.setdefault("applications", [{}])
     if not isinstance(applications, list) or len(applications) != 1 or not isinstance(applications[0], dict):
         raise ConfigError("applications must be a list with one entry, the application to serve")

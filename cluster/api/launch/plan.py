@@ -1,4 +1,4 @@
-"""What `aerie serve` will do, validated before anything starts: a Serve config, overridden by flags and `--set`."""
+"""The plan of `aerie serve`: a Serve config with the overrides of flags and `--set`, validated before a start."""
 
 import socket
 from collections.abc import Mapping, Sequence
@@ -19,12 +19,12 @@ from cluster.config.aliases import ALIASES
 from cluster.paths.checkout import DEMO_CONFIG, demo_path
 
 LOCAL_DEPLOYMENT = {"graceful_shutdown_timeout_s": 10, "max_constructor_retry_count": 1}
-"""Options for a model that is served without a config file: Ctrl-C waits so many seconds for open streams, and a start
-that fails is not tried again."""
+"""Options for a model that is served without a config file: Ctrl-C waits at most 10 s for open streams, and a failed
+start is not repeated."""
 
 
 class HttpOptions(Settings):
-    """Where the proxy listens, and the rest of Serve's HTTP options."""
+    """Serve's HTTP options: the address and port of the proxy, and its timeouts."""
 
     host: str = Field(default="127.0.0.1", description="address to listen on; `0.0.0.0` is all of them")
     port: int = Field(default=8000, ge=1, le=65535, description="port to listen on")
@@ -60,45 +60,45 @@ class ServeFile(Settings):
 
 @dataclass(frozen=True, slots=True)
 class ServePlan:
-    """Everything that `aerie serve` needs, validated."""
+    """Everything that `aerie serve` needs, validated. `engine` are the engine settings with their paths resolved."""
 
     file: ServeFile
     settings: AppSettings
     engine: EngineConfig
     keys: ApiKeys | None
-    left_behind: str = ""  # a note for the user: the config's draft is unused, as another model is served
+    left_behind: str = ""  # a note for the user if the config's draft is unused
 
     @property
     def http(self) -> HttpOptions:
-        """Where to listen."""
+        """The HTTP options."""
         return self.file.http_options
 
     @property
     def url(self) -> str:
-        """Where clients find the server on this machine."""
+        """The URL of the server for clients on this machine."""
         host = "127.0.0.1" if self.http.host in ("0.0.0.0", "::") else self.http.host
         return f"http://{f'[{host}]' if ':' in host else host}:{self.http.port}"
 
     @property
     def replicas(self) -> int:
-        """How many replicas start: the number that is given, else autoscaling's initial or minimum number."""
+        """The number of replicas that start: the fixed number, or autoscaling's initial or minimum number."""
         fixed = self.settings.llm.fixed_replicas
         scaling = self.settings.llm.deployment_config.get("autoscaling_config") or {}
         count = fixed if fixed is not None else scaling.get("initial_replicas") or scaling.get("min_replicas")
         return max(1, int(count or 1))
 
     def resources(self, name: str, gpus: float = 0.0) -> float:
-        """How much of a resource the gangs of the first replicas need together, in a cluster of so many GPUs; the extra
-        replica of a redeploy is not counted.
+        """Return the amount of a resource that the gangs of the first replicas need together, in a cluster with `gpus`
+        GPUs. The extra replica of a redeploy is not counted.
         """
         layout = self.settings.llm.layout(self.settings.llm.device(gpus)[0])
         return self.replicas * sum(bundle.get(name, 0.0) for bundle in layout.bundles)
 
     def check_room(self, available: Mapping[str, float]) -> None:
-        """Refuse gangs that need more of a resource than `available` has; a resource it does not name is not checked.
+        """Check that the gangs need no more of any resource than `available` has; other resources are not checked.
 
         Raises:
-            ConfigError: naming the resource.
+            ConfigError: a resource is not enough; the message names it.
         """
         for name, there in available.items():
             asked = self.resources(name, available.get("GPU", 0.0))
@@ -112,14 +112,14 @@ class ServePlan:
 
 
 def make_plan(config: str | None, overrides: Sequence[Override], model: str | None = None) -> ServePlan:
-    """Read the config, apply the overrides to it, and refuse what is known to fail.
+    """Return the plan: read the config, apply the overrides, and check settings and models.
 
-    `model` is the folder to serve in place of the config's model, or the name of a model of a hub. Without a config it
-    is served with the defaults; without a config and a model, the demo's config is served. Names of a hub are resolved
-    to commits. Of such models, configs are downloaded here and headers are read; the weights are not.
+    `model` is the folder or hub name of a model to serve instead of the config's model. With a model but no config, the
+    defaults apply; with neither, the demo's config is served. Hub names are resolved to commits. Of hub models, the
+    configs and the headers of weight files are downloaded here, not the weights.
 
     Raises:
-        ConfigError: naming the setting.
+        ConfigError: a setting or model cannot be served; the message names the setting.
     """
     if model is not None:
         overrides = [("model_source", here(model)), *overrides]
@@ -146,14 +146,14 @@ def make_plan(config: str | None, overrides: Sequence[Override], model: str | No
 
 
 def here(folder: str) -> str:
-    """A folder from the command line: absolute if it exists, else as given, to be resolved like one in a config. The
-    name of a model of a hub stays as given too.
+    """Return a folder from the command line as an absolute path if it exists. Otherwise return it unchanged: it is a
+    hub name, or a path to be resolved like one in a config.
     """
     return str(Path(folder).resolve()) if Path(folder).exists() else folder
 
 
 def _base(config: str | None, model: str | None) -> Any:
-    """The config to override: the file, one of mere defaults where a model is given without a file, or the demo's."""
+    """Return the config to override: the file's; for a model without a file, the defaults; otherwise the demo's."""
     if config is not None:
         return read_yaml(config)
     if model is not None:
@@ -163,7 +163,7 @@ def _base(config: str | None, model: str | None) -> Any:
 
 
 def _left_behind(data: Mapping[str, Any], engine: EngineConfig) -> str:
-    """A note that the config's draft is not used because another target is served; empty where that is not so."""
+    """Return a note if the config's draft is not used because another target is served; otherwise an empty string."""
     llm = llm_entry(lay_over(data, []))
     source = (llm.get("model_loading_config") or {}).get("model_source")
     given = llm.get("engine_kwargs") or {}
@@ -180,10 +180,10 @@ def _left_behind(data: Mapping[str, Any], engine: EngineConfig) -> str:
 
 
 def check_port(http: HttpOptions) -> None:
-    """Refuse an address or a port that cannot be listened on.
+    """Check that the proxy can listen on the address and port.
 
     Raises:
-        ConfigError: naming http_host or http_port.
+        ConfigError: it cannot; the message names http_host or http_port.
     """
     family = socket.AF_INET6 if ":" in http.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:

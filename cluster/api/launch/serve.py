@@ -1,9 +1,9 @@
-"""`aerie serve`: one model on a Ray of its own (or on a running one), until it is told to stop.
+"""`aerie serve`: serves one model on its own Ray, or on a running Ray cluster, until a signal stops it.
 
-The settings are checked before anything starts. Then Ray starts while the Serve application is imported beside it,
-the application is deployed, and its URL is printed once `/health` says 200. On SIGINT or SIGTERM new calls are refused
-and open ones end, then Serve, then Ray, and no process is left. Warnings and errors of all processes are shown on the
-terminal as they come; the log has them too, and outlives the server.
+The settings are checked before anything starts. Then Ray starts while a thread imports the Serve application, the
+application is deployed, and its URL is printed once `/health` answers 200. On SIGINT or SIGTERM new calls are refused;
+when the open calls have ended, Serve ends, then Ray, and no process is left. Warnings and errors of all processes
+appear on the terminal as they come. The log holds them too, and stays after the server has ended.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from cluster.api.launch.stop import StopSignals, drain
 from cluster.api.proxy.middleware import CALLBACK, IMPORT_PATH
 from cluster.arch.hub import HubModel, fetch, hub_models
 from cluster.config import ConfigError
-from cluster.observability.logs import LogFormat, configure, default_path, drop_old
+from cluster.observability.logs import LogFormat, LogSettings, configure, default_path, drop_old
 from cluster.paths.cache_folder import cache_folder, unusable_home
 
 logger = logging.getLogger(__name__)
@@ -44,11 +44,11 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.1
 DELETE_TIMEOUT_S = 2.0
 FAILED = 1
-SHOWN_LINES = 12  # of an error that came up through Ray
+SHOWN_LINES = 12  # the last lines of an error from Ray that the terminal shows
 
 
 class StartError(RuntimeError):
-    """The application did not come up; the message is for the terminal."""
+    """The application did not start; the message is for the terminal."""
 
 
 class StartPhases:
@@ -59,7 +59,7 @@ class StartPhases:
         self.seconds: dict[str, float] = {}
 
     def end(self, name: str) -> None:
-        """Note that phase `name` ends now, and the next begins."""
+        """Note that phase `name` ends now and the next phase begins."""
         now = time.monotonic()
         self.seconds[name] = now - self._last
         self._last = now
@@ -70,7 +70,7 @@ class StartPhases:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `aerie serve`."""
+    """Add the options of `aerie serve`."""
     flags.add_arguments(parser)
     parser.add_argument(
         "--address", metavar="ADDRESS", help="deploy to this running Ray cluster ('auto' finds it) (env: RAY_ADDRESS)"
@@ -85,8 +85,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal comes. 0 after a stop that was asked for, also before the start was over; 1 when the
-    application failed to start.
+    """Serve until a signal comes. Return 0 after a stop by signal, also during the start, and 1 if the application
+    failed. Raises ConfigError if a setting or file cannot be used.
     """
     signals = StopSignals()
     with signals.taken():
@@ -99,11 +99,8 @@ def _serve(args: argparse.Namespace, signals: StopSignals) -> int:
     plan = make_plan(args.config, flags.overrides_of(args), flags.model_of(args))
     if plan.left_behind:
         _say(plan.left_behind)
-    if address and any(variable in os.environ for variable in ENVIRONMENT):
-        raise ConfigError(
-            f"{' and '.join(ENVIRONMENT)} reach a running cluster only where they are set before `ray start`; unset "
-            "them here, or use --api-keys-file with the same path on every node"
-        )
+    if address:
+        _check_environment()
     plan = _with_log(plan, args, own_ray=not address)
     name = plan.file.applications[0].name
     check_port(plan.http)
@@ -122,13 +119,7 @@ def _serve(args: argparse.Namespace, signals: StopSignals) -> int:
             return 0
         phases.end("download")
     os.environ.setdefault(CALLBACK, IMPORT_PATH)
-    if uses_haproxy():
-        _say("HAProxy's statistics and metrics pages listen on all addresses; Serve has no setting for that")
-    _say(f"log: {log.path}" + (" on every node" if address else ""))
-    if why := unusable_home():
-        _say(f"{why}: logs, and kernels that are compiled here, go to {cache_folder()}")
-    if plan.keys is not None:
-        _say(f"API keys: {plan.keys}")
+    _say_where(plan, log, address)
     with ThreadPoolExecutor(1) as beside:
         importing = beside.submit(importlib.import_module, "cluster.api.serve.application")
         cluster = None if address else _local_ray(plan, args.verbose)
@@ -138,7 +129,7 @@ def _serve(args: argparse.Namespace, signals: StopSignals) -> int:
         try:
             signals.check()
             _connect(cluster, address)
-            signals.release()
+            signals.release()  # `ray.init` is over: SIGTERM need not be held any longer
             signals.check()
             phases.end("ray")
             deployed = True
@@ -164,13 +155,37 @@ def _serve(args: argparse.Namespace, signals: StopSignals) -> int:
     return 0
 
 
-def _fetch(plan: ServePlan, models: dict[str, HubModel], signals: StopSignals | None) -> None:
-    """Say which commits of models of a hub are served, and download what this machine's cache lacks of them until a
-    signal comes. `signals` is None for a cluster that runs already, each node of which downloads when its ranks start.
+def _check_environment() -> None:
+    """Refuse API keys in this process's environment, which the nodes of a running cluster do not have.
 
     Raises:
-        ConfigError: the files cannot be had.
-        KeyboardInterrupt: a signal came.
+        ConfigError: such a variable is set.
+    """
+    if any(variable in os.environ for variable in ENVIRONMENT):
+        raise ConfigError(
+            f"{' and '.join(ENVIRONMENT)} reach a running cluster only where they are set before `ray start`; unset "
+            "them here, or use --api-keys-file with the same path on every node"
+        )
+
+
+def _say_where(plan: ServePlan, log: LogSettings, address: str | None) -> None:
+    """Print where the log and the API keys are, and what an operator must know about this machine."""
+    if uses_haproxy():
+        _say("HAProxy's statistics and metrics pages listen on all addresses; Serve has no setting for that")
+    _say(f"log: {log.path}" + (" on every node" if address else ""))
+    if why := unusable_home():
+        _say(f"{why}: logs, and kernels that are compiled here, go to {cache_folder()}")
+    if plan.keys is not None:
+        _say(f"API keys: {plan.keys}")
+
+
+def _fetch(plan: ServePlan, models: dict[str, HubModel], signals: StopSignals | None) -> None:
+    """Print the commits of the hub models, and download the files that this machine's cache lacks. `signals` is None
+    for a shared cluster: there each node downloads the files when its ranks start.
+
+    Raises:
+        ConfigError: the files cannot be downloaded, or the models cannot be served.
+        KeyboardInterrupt: a signal came during the download.
     """
     for model in models.values():
         _say(f"{model.name}: revision {model.revision} is commit {model.commit}")
@@ -181,7 +196,7 @@ def _fetch(plan: ServePlan, models: dict[str, HubModel], signals: StopSignals | 
 
 
 def _with_log(plan: ServePlan, args: argparse.Namespace, *, own_ray: bool) -> ServePlan:
-    """The plan with the log that was asked for; by default each start of a Ray of its own gets a new file."""
+    """Return the plan with the log options of the command line. By default a server with its own Ray has a new file."""
     given: dict[str, str] = {}
     if args.log_file is not None:
         given["log_file"] = str(Path(args.log_file).absolute())
@@ -195,7 +210,7 @@ def _with_log(plan: ServePlan, args: argparse.Namespace, *, own_ray: bool) -> Se
 
 
 def _delete_soon(name: str) -> None:
-    """Have Serve delete the application from a shared cluster; in a thread, since a signal handler calls this."""
+    """Ask Serve to delete the application from a shared cluster, in a thread: a signal handler must take no locks."""
     serve = importlib.import_module("ray.serve")
     thread = threading.Thread(target=serve.delete, args=(name,), kwargs={"_blocking": False}, daemon=True)
     thread.start()
@@ -203,7 +218,7 @@ def _delete_soon(name: str) -> None:
 
 
 def _local_ray(plan: ServePlan, verbose: bool) -> LocalRay:
-    """A Ray of its own that declares the CPUs that the plan needs, however few cores there are: it reserves no core."""
+    """Return a Ray of this server's own, with at least the CPUs that the plan needs: Ray counts them, reserves none."""
     cpus = max(os.cpu_count() or 1, round(plan.resources("CPU") + plan.replicas + 0.5))
     return LocalRay(num_cpus=cpus, verbose=verbose)
 
@@ -219,10 +234,10 @@ def _connect(cluster: LocalRay | None, address: str | None) -> None:
 
 
 def _deploy(plan: ServePlan, importing: "Future[Any]", phases: StartPhases, signals: StopSignals) -> None:
-    """Start Serve and hand it the application, without waiting for the model.
+    """Start Serve and deploy the application, without waiting for the model.
 
     Raises:
-        KeyboardInterrupt: an end was asked for meanwhile.
+        KeyboardInterrupt: a signal came meanwhile.
     """
     app = importing.result()
     signals.check()
@@ -244,12 +259,12 @@ def _deploy(plan: ServePlan, importing: "Future[Any]", phases: StartPhases, sign
 
 
 def _wait_ready(plan: ServePlan, signals: StopSignals) -> None:
-    """Wait until the proxy answers for a healthy engine.
+    """Wait until `/health` of the proxy answers 200.
 
     Raises:
         ConfigError: the engine refused its settings or files.
-        StartError: the application failed otherwise.
-        KeyboardInterrupt: an end was asked for meanwhile.
+        StartError: the application failed for another reason.
+        KeyboardInterrupt: a signal came meanwhile.
     """
     serve = importlib.import_module("ray.serve")
     name = plan.file.applications[0].name
@@ -264,6 +279,7 @@ def _wait_ready(plan: ServePlan, signals: StopSignals) -> None:
                 return
         elif application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
             text = "\n".join([application.message, *(d.message for d in application.deployments.values())])
+            # Serve reports the replica's exception as a traceback in text; its last ConfigError is the cause.
             if refusal := re.findall(r"ConfigError: (.*)", text):
                 raise ConfigError(refusal[-1])
             raise StartError(f"the application did not start ({application.status}):\n{text}")
@@ -278,8 +294,8 @@ def _is_healthy(url: str) -> bool:
 
 
 def _shut_down(cluster: LocalRay | None, plan: ServePlan, *, orderly: bool) -> None:
-    """End what was started here: a Ray of its own as a whole, on a shared cluster only the application. Without
-    `orderly` Serve is not asked to end first: nothing is served yet, and Serve would wait for the replica's start.
+    """End the processes of this server: its own Ray as a whole, or on a shared cluster only the application. Without
+    `orderly`, skip the shutdown of Serve: nothing is served yet, and Serve would wait for the replica's start.
     """
     serve = importlib.import_module("ray.serve")
     if cluster is None:
@@ -289,7 +305,7 @@ def _shut_down(cluster: LocalRay | None, plan: ServePlan, *, orderly: bool) -> N
         finally:
             ray.shutdown()
         return
-    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):  # Ray reports each actor that we end
+    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):  # Ray prints a line for each ended actor
         try:
             if orderly and ray.is_initialized():
                 serve.shutdown()

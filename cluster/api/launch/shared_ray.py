@@ -1,4 +1,4 @@
-"""A Ray cluster that runs already: whether it answers. Ray itself tries a dead address for one to two minutes."""
+"""Checks that a running Ray cluster answers. Ray itself tries a dead address for one to two minutes."""
 
 import socket
 from typing import Any
@@ -12,20 +12,21 @@ from cluster.config import ConfigError
 
 ANSWER_S = 4.0
 CLIENT = "ray://"  # an address of Ray's client server
-ALIVE = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)  # it answers, and wants a token
+ALIVE = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)  # the cluster answers but wants a token
 
 
 def check_alive(address: str) -> None:
-    """Ask the cluster at an address of `ray.init` for a sign of life.
+    """Check that a cluster answers at `address`, an address for `ray.init`.
 
     Raises:
-        ConfigError: none came within `ANSWER_S`; the message says why.
+        ConfigError: it did not answer within `ANSWER_S`; the message says why.
     """
     if why := _client(address) if address.startswith(CLIENT) else _gcs(address):
         raise ConfigError(f"no Ray cluster answers at {address!r} (--address or RAY_ADDRESS): {why}")
 
 
 def _client(address: str) -> str:
+    """Return why Ray's client server does not accept a connection; empty if it does."""
     host, _, port = address.removeprefix(CLIENT).partition("?")[0].rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
@@ -35,7 +36,7 @@ def _client(address: str) -> str:
 
 
 def _gcs(address: str) -> str:
-    """Why the cluster's control service gives no sign of life; empty where it does, or where only Ray can tell."""
+    """Return why the cluster's control service (GCS) does not answer; empty if it does, or if only Ray can tell."""
     try:
         found = canonicalize_bootstrap_address(address)
     except Exception as error:

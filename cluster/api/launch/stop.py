@@ -1,4 +1,4 @@
-"""How `aerie serve` ends: calls first, then Serve, then Ray; and what its signals mean."""
+"""The end of `aerie serve`: its signals, and the draining of open calls before Serve and Ray end."""
 
 import os
 import signal
@@ -12,16 +12,16 @@ from ray.exceptions import ActorUnavailableError, RayActorError
 
 STOPS = (signal.SIGINT, signal.SIGTERM)
 POLL_S = 0.2
-ANSWER_TIMEOUT_S = 5.0  # of the replicas, when they are told
-ERRORS_TIMEOUT_S = 3.0  # how long error events may take to reach their clients
+ANSWER_TIMEOUT_S = 5.0  # for the replicas' answers to a broadcast call
+ERRORS_TIMEOUT_S = 3.0  # for error events to reach their clients
 FLUSH_S = 0.5  # for the proxy to pass on the end of the last call, after the replica has ended it
 
 
 class StopSignals:
-    """The first SIGINT or SIGTERM asks for an orderly end; the second ends everything at once.
+    """Signal handlers: the first SIGINT or SIGTERM requests an orderly end, the second ends everything at once.
 
-    A handler runs between any two instructions of the main thread, which may hold any lock: so it takes none. Inside
-    `ray.init` the handler of SIGTERM is for a while one of Ray's that aborts the process, so SIGTERM is held meanwhile.
+    A handler runs between any two instructions of the main thread, which may hold any lock, so the handler takes none.
+    During `ray.init` Ray installs for a while a SIGTERM handler that aborts the process, so SIGTERM is blocked then.
     """
 
     def __init__(self) -> None:
@@ -30,8 +30,8 @@ class StopSignals:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Install the handlers for a block, which begins with SIGTERM held: kept pending, for this thread and those
-        that it starts, until `release`.
+        """Install the handlers inside the block. SIGTERM is blocked, and so kept pending, until `release`, for this
+        thread and for the threads that it starts.
         """
         before = {number: signal.getsignal(number) for number in STOPS}
         signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
@@ -39,26 +39,26 @@ class StopSignals:
         try:
             yield
         finally:
-            self.release()  # a SIGTERM that is still pending is ours to take
+            self.release()  # handle a SIGTERM that is still pending
             for number, handler in before.items():
                 signal.signal(number, handler)
 
     def release(self) -> None:
-        """Install the handlers again, since `ray.init` installs its own, and take a SIGTERM that is pending."""
+        """Install the handlers again, since `ray.init` installs its own, and unblock SIGTERM: a pending one arrives."""
         self._install()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
 
     def on_second(self, at_once: Callable[[], None]) -> None:
-        """Have `at_once` called at the second signal, before the process ends."""
+        """Set the function that is called at the second signal, before the process ends."""
         self._at_once = at_once
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if an end was asked for."""
+        """Raise KeyboardInterrupt if a signal came, also one that is still pending."""
         if self.asked or signal.SIGTERM in signal.sigpending():
             raise KeyboardInterrupt
 
     def wait(self) -> None:
-        """Return once an end is asked for."""
+        """Wait until a signal comes."""
         while not self.asked:
             time.sleep(POLL_S)
 
@@ -77,11 +77,11 @@ class StopSignals:
 
 
 def drain(serve: Any, name: str, timeout_s: float, say: Callable[[str], None]) -> None:
-    """Have an application refuse new calls, and wait for its open ones; those open at the timeout end with an error.
+    """Make an application refuse new calls, and wait for its open calls; calls open at the timeout end with an error.
 
-    Its ingress replicas are told again and again, so that one that starts meanwhile is told too. This comes before
+    The call to the ingress replicas is repeated, so that a replica that starts meanwhile refuses too. Run this before
     `serve.shutdown`, which would first end the proxy, and all streams with it. `serve` is the module `ray.serve`, which
-    takes too long to import at the top. A failure is reported by `say`, and the shutdown goes on.
+    takes too long to import at the top of this file. `say` reports a failure; the shutdown then continues.
     """
     until = time.monotonic() + timeout_s
     try:
@@ -107,9 +107,9 @@ def drain(serve: Any, name: str, timeout_s: float, say: Callable[[str], None]) -
 
 
 def _open_calls(front: Any) -> int:
-    """Tell all ingress replicas to refuse new calls; returns how many calls they have open together.
+    """Tell all ingress replicas to refuse new calls; return the number of their open calls.
 
-    A dead replica has none; one that does not answer may have some, and counts as one call.
+    A dead replica counts as 0 calls. A replica that does not answer may have open calls, so it counts as 1.
     """
     answers = front.broadcast("drain").results(timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True)
     return sum(answer if isinstance(answer, int) else not _is_dead(answer) for answer in answers)

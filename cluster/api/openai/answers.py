@@ -20,11 +20,12 @@ LOWEST_LOGPROB = -9999.0  # replaces -inf, which JSON cannot write
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What the client wants in an answer besides text.
+    """The client's options for an answer.
 
     `ids_as_text` writes tokens as `token_id:N`; `token_ids` adds all token ids; `thought` includes the reasoning.
-    `logprobs` and `prompt_logprobs` are numbers of alternatives, None for no log-probabilities. `echoes` has the texts
-    of the prompts, where answers begin with them. `best` is how many outputs per prompt are returned, None for all.
+    `logprobs` and `prompt_logprobs` are numbers of alternatives; None means no log-probabilities. `echoes` has the
+    texts of the prompts if answers begin with them. `best` is how many outputs per prompt are returned; None returns
+    all.
     """
 
     ids_as_text: bool = False
@@ -50,7 +51,7 @@ class AnswerContext(NamedTuple):
 
 
 class AnswerShape(Protocol):
-    """Writes the answer of one call in the form of its API. One per call, since it keeps track of what was sent."""
+    """Writes the answer of one call in the form of its API. It remembers what was sent, so a call needs its own."""
 
     @property
     def alive(self) -> bytes:
@@ -62,7 +63,7 @@ class AnswerShape(Protocol):
         ...
 
     def events(self, delta: Delta) -> bytes:
-        """Return the stream events for one delta; those for the first begin with the opening of the stream."""
+        """Return the stream events for one delta. Those of the first delta also open the stream."""
         ...
 
     def end(self) -> bytes:
@@ -75,7 +76,7 @@ class AnswerShape(Protocol):
 
 
 class OpenAIShape:
-    """What completions and chats share: id, time, model, usage. Keeps track of which sequences have begun to stream."""
+    """Base of completion and chat answers: id, time, model, usage. It knows which sequences have begun to stream."""
 
     alive = ALIVE
     object_of_body: ClassVar[str]
@@ -102,7 +103,7 @@ class OpenAIShape:
         """Return the whole answer from all deltas of all sequences."""
         whole = [joined(at, [delta for delta in deltas if delta.index == at]) for at in range(len(self.choices))]
         body: dict[str, Any] = {"object": self.object_of_body, **self._head}
-        if self._scored:  # only the first output of each prompt brings the prompt's log-probabilities
+        if self._scored:  # only the first output of each prompt has the prompt's log-probabilities
             each = self._each
             whole = [replace(d, prompt_logprobs=whole[at - at % each].prompt_logprobs) for at, d in enumerate(whole)]
         if self._extras.best is not None:
@@ -128,7 +129,7 @@ class OpenAIShape:
 
     @property
     def _each(self) -> int:
-        """How many outputs each prompt has."""
+        """The number of outputs of each prompt."""
         return len(self.choices) // (1 + self.choices[-1].prompt_index)
 
     @property
@@ -145,7 +146,7 @@ class OpenAIShape:
         return best if self._extras.logprobs is not None else [replace(delta, logprobs=()) for delta in best]
 
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
-        """Return the chunks of a delta, usually one. A sequence's first chunk is or has its opening (role, prompt)."""
+        """Return the chunks of a delta, usually one. The first one is or includes the opening (role, prompt ids)."""
         pieces = [self._chunk_choice(delta)]
         if delta.index not in self._begun:
             self._begun.add(delta.index)
@@ -153,7 +154,7 @@ class OpenAIShape:
         return [self._chunk([piece], self.choices[delta.index]) for piece in pieces]
 
     def last_chunk(self) -> dict[str, Any] | None:
-        """Return the chunk with the call's usage; None unless the client asked for it."""
+        """Return the chunk with the call's usage, or None if the client did not ask for it."""
         if not self._extras.usage_at_end:
             return None
         chunk = self._chunk([], None)
@@ -171,7 +172,7 @@ class OpenAIShape:
         return chunk
 
     def _end(self, delta: Delta) -> dict[str, Any]:
-        """Return the fields after the text of a choice."""
+        """Return the last fields of a choice: finish and stop reason, token ids, tree."""
         end: dict[str, Any] = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
         if self._with_token_ids:
             end["token_ids"] = list(delta.token_ids)
@@ -202,7 +203,7 @@ class OpenAIShape:
         return self._tokenizer.token_text(token_id)
 
     def _prompt_logprobs(self, delta: Delta) -> dict[str, Any]:
-        """Return `prompt_logprobs` in vLLM's form: null for the first token of the prompt, which nothing predicts."""
+        """Return `prompt_logprobs` in vLLM's form. The first token's entry is null: nothing predicts it."""
         most = self._extras.prompt_logprobs
         if most is None:
             return {}
@@ -247,7 +248,7 @@ class CompletionShape(OpenAIShape):
         return [{**first, **self._prompt_token_ids(index)}]
 
     def _logprobs(self, delta: Delta, echoed: bool) -> dict[str, Any]:
-        """Return the `logprobs` columns of an output; with `echoed` those of the prompt's tokens come first."""
+        """Return the `logprobs` columns of an output. If `echoed` is true, the prompt's tokens come first."""
         choice = self.choices[delta.index]
         text = self._extras.echoes[choice.prompt_index] if self._extras.echoes else ""
         if not hasattr(self, "_offsets"):
@@ -282,7 +283,7 @@ class CompletionShape(OpenAIShape):
 
 
 class ChatShape(OpenAIShape):
-    """The answer of /v1/chat/completions: `chat.completion`, or `chat.completion.chunk`s, the first with the role."""
+    """The answer of /v1/chat/completions: `chat.completion`, or chunks, of which each choice's first has the role."""
 
     object_of_body = "chat.completion"
     object_of_chunk = "chat.completion.chunk"
@@ -292,7 +293,7 @@ class ChatShape(OpenAIShape):
         self._called: set[int] = set()  # indices of choices whose chunks so far hold a tool call
 
     def body(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        """Return the whole answer. The prompt's ids stand next to `choices`, since all choices have the same prompt."""
+        """Return the whole answer. The prompt's token ids are next to `choices`: all choices have the same prompt."""
         scores: dict[str, Any] = {}
         if self._extras.prompt_logprobs is not None:
             scores = self._prompt_logprobs(joined(0, [delta for delta in deltas if delta.index == 0]))
@@ -313,7 +314,7 @@ class ChatShape(OpenAIShape):
         return {"index": delta.index, "delta": content, "logprobs": self._logprobs(delta), **self._end(delta)}
 
     def _said(self, events: Sequence[Event]) -> dict[str, Any]:
-        """Return the events as fields of a message: content, reasoning, tool_calls; only those that are not empty."""
+        """Return the events as fields of a message: content, reasoning, tool_calls. Empty fields are left out."""
         said = "".join(event.text for event in events if isinstance(event, TextPiece))
         thought = (
             "".join(event.text for event in events if isinstance(event, ReasoningPiece)) if self._extras.thought else ""
@@ -337,7 +338,7 @@ class ChatShape(OpenAIShape):
         return {**fields, "tool_calls": list(calls.values())} if calls else fields
 
     def _end(self, delta: Delta) -> dict[str, Any]:
-        """Return the last fields; `stop` becomes `tool_calls` where the answer has calls."""
+        """Return the last fields. The finish reason `stop` becomes `tool_calls` if the answer has calls."""
         end = super()._end(delta)
         called = delta.index in self._called or any(isinstance(event, CallBegun) for event in delta.events)
         return {**end, "finish_reason": "tool_calls"} if called and delta.finish_reason == "stop" else end
@@ -357,7 +358,7 @@ class ChatShape(OpenAIShape):
 
 
 class _Offsets:
-    """Counts where each token begins in the text, in characters; a split character begins at its first token."""
+    """Computes the offset of each token in the text, in characters. Tokens of a split character have its offset."""
 
     def __init__(self, start: int = 0) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -381,7 +382,7 @@ def logprob_entry(entry: TokenLogprob, token: Callable[[int], tuple[str, bytes]]
 
 def ranked(entry: TokenLogprob, most: int) -> dict[int, tuple[float, int]]:
     """Return {token id: (log-probability, rank)} of a token and of the `most` likeliest tokens at its position. Ranks
-    begin at 1; 0 means unknown: the token is not among the likeliest, and its rank was not computed.
+    begin at 1. The rank 0 means unknown: the token is not among the likeliest, and its rank was not computed.
     """
     top = {token: (logprob, place) for place, (token, logprob) in enumerate(entry.top[:most], start=1)}
     _, place = top.get(entry.token_id, (0.0, 0))

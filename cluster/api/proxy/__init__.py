@@ -1,4 +1,4 @@
-"""Middleware in front of Serve's HTTP proxy. `cluster.api.proxy:middlewares` is the import path that Serve is given."""
+"""Middleware in front of Serve's HTTP proxy. Serve loads it by the import path `cluster.api.proxy:middlewares`."""
 
 from cluster.api.proxy.middleware import middlewares
 

@@ -1,14 +1,14 @@
-"""HTTP/1.1 connections of Serve's proxy: uvicorn's, without two of its faults.
+"""HTTP/1.1 connections of Serve's proxy: uvicorn's connection class with two faults repaired.
 
-**Offers of another protocol.** Java's HttpClient and `curl --http2` send `Upgrade: h2c` with a plain HTTP/1.1 request.
-A server may ignore such an offer (RFC 9110, 7.8), and uvicorn speaks nothing but WebSocket beside HTTP. But httptools,
-its parser, takes a request with an offer for one without a body; uvicorn then hands on an empty body, and fails on the
-bytes of the real one. Here the head of such a request is parsed once more without the offer.
+**Upgrade offers.** Java's HttpClient and `curl --http2` send `Upgrade: h2c` with a plain HTTP/1.1 request. A server may
+ignore such an offer (RFC 9110, 7.8), and uvicorn supports no upgrade but WebSocket. But uvicorn's parser, httptools,
+assumes that a request with an offer has no body: uvicorn then passes on an empty body and fails on the bytes of the
+real one. This class parses the head of such a request a second time, without the offer.
 
 **Half-closed connections.** A client may shut down its sending side once its request is complete, and wait for the
-answer. uvicorn takes that for the end of the connection. Here the answer is sent. A client that has closed its socket
-altogether looks the same at first, and its request must not run on. So the first bytes of the answer, the same for
-every answer, are sent at once: the system of a client that has left rejects them, and the request is cancelled.
+answer. uvicorn treats that as the end of the connection; this class sends the answer. A client that has closed its
+socket completely looks the same at first, and its request must be cancelled. So the first bytes of the answer, which
+are equal for all answers, are sent at once: the operating system of a client that has left rejects them.
 
 `cluster.api.proxy.middleware` makes uvicorn use this class. Only uvicorn imports this module, in the proxy.
 """
@@ -20,15 +20,15 @@ from typing import Any, cast
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-VERSION = b"HTTP/1.1 "  # what every answer of uvicorn begins with
-FIRST_LOOK_S, LONGEST_LOOK_S = 0.01, 0.5  # pauses between two looks at a half-closed connection; each doubles the last
+VERSION = b"HTTP/1.1 "  # the first bytes of every answer of uvicorn
+FIRST_LOOK_S, LONGEST_LOOK_S = 0.01, 0.5  # first and longest pause between checks of a half-closed connection
 
 
 class Connection(HttpToolsProtocol):
     """One client's connection."""
 
     def data_received(self, data: bytes) -> None:
-        """Parse what has come. A request that offers a protocol other than WebSocket goes on as HTTP/1.1."""
+        """Parse received bytes. A request that offers another protocol than WebSocket continues as HTTP/1.1."""
         self._unset_keepalive_if_required()
         rest = memoryview(data)
         try:
@@ -40,32 +40,33 @@ class Connection(HttpToolsProtocol):
                     if self._should_upgrade():
                         self.handle_websocket_upgrade()
                         return
-                    rest = rest[offer.args[0] :]
+                    rest = rest[offer.args[0] :]  # `args[0]` counts the bytes parsed so far: the head
                     self.parser.feed_data(self._head_without_offer())
         except httptools.HttpParserError:
             self.send_400_response("Invalid HTTP request received.")
 
     def on_headers_complete(self) -> None:
-        """Begin the request, unless its head is to be parsed once more."""
+        """Begin the request, unless its head will be parsed a second time without the offer."""
         if not self._declined():
             super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """End the request's body, unless its head is to be parsed once more."""
+        """End the request's body, unless its head will be parsed a second time without the offer."""
         if not self._declined():
             super().on_message_complete()
 
     def _should_upgrade(self) -> bool:
-        """Whether the request asks for WebSocket, and may: RFC 6455 has it by GET alone."""
+        """Return whether the request is a valid WebSocket upgrade; RFC 6455 allows it with GET alone."""
         return bool(self.parser.get_method() == b"GET" and super()._should_upgrade())
 
     def _declined(self) -> bool:
+        """Return whether the request offers a protocol that this server ignores."""
         return bool(self.parser.should_upgrade() and not self._should_upgrade())
 
     def _head_without_offer(self) -> bytes:
-        """The head that was just parsed, without the header `Upgrade` and its mention in `Connection`."""
+        """Return the head that was just parsed, without the header `Upgrade` and without its name in `Connection`."""
         method = self.parser.get_method()
-        if method == b"CONNECT":  # is an offer by itself
+        if method == b"CONNECT":  # httptools treats CONNECT as an offer without the header
             raise httptools.HttpParserInvalidMethodError("CONNECT is for proxies")
         lines = [b"%s %s HTTP/%s" % (method, self.url, self.parser.get_http_version().encode())]
         for name, value in self.headers:
@@ -76,27 +77,27 @@ class Connection(HttpToolsProtocol):
         return b"\r\n".join([*lines, b"", b""])
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Return whether to keep a connection open whose client sends no more: where its last request has no answer."""
+        """Return whether to keep a half-closed connection open: only if its last complete request has no answer yet."""
         cycle = self.cycle
         if cycle is None or cycle.response_complete or cycle.more_body or self.scheme == "https":
             return False
         cycle.keep_alive = False  # close it after the answer
         if not cycle.response_started and not self.pipeline:
-            self.transport.write(VERSION)
+            self.transport.write(VERSION)  # a client that has left rejects this, which `_end_if_gone` then sees
             cycle.transport = cast(asyncio.Transport, _Begun(self.transport))
             cycle.waiting_for_100_continue = False
         self._look(FIRST_LOOK_S)
         return True
 
     def _look(self, pause_s: float) -> None:
-        """Look after a pause, again and again until the answer is over, whether the client has left altogether."""
+        """Check after a pause whether the client has left, again and again until the answer ends; pauses double."""
         asyncio.get_running_loop().call_later(pause_s, self._end_if_gone, min(2 * pause_s, LONGEST_LOOK_S))
 
     def _end_if_gone(self, pause_s: float) -> None:
         if self.cycle.response_complete or self.transport.is_closing():
             return
         rejected = select.poll()
-        rejected.register(self.transport.get_extra_info("socket").fileno(), 0)  # errors and hang-ups are always told
+        rejected.register(self.transport.get_extra_info("socket").fileno(), 0)  # 0: poll reports errors and hang-ups
         if rejected.poll(0):
             self.transport.abort()
         else:
@@ -104,14 +105,14 @@ class Connection(HttpToolsProtocol):
 
 
 class _Begun:
-    """A transport on which `VERSION` has been sent: it is left out of what is written first."""
+    """A transport on which `VERSION` has been sent already: the first write leaves it out."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
         self._sent = VERSION
 
     def write(self, data: bytes) -> None:
-        """Write what of the data has not been sent."""
+        """Write the data, without `VERSION` at its beginning if this is the first write."""
         self._transport.write(data.removeprefix(self._sent))
         self._sent = b""
 

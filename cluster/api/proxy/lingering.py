@@ -1,25 +1,25 @@
-"""An answer that comes before the request's body is over: the rest is read and dropped for a moment.
+"""Reads and drops the rest of a request's body when the answer comes before the body is complete.
 
-A server that closes a connection on which bytes are still arriving makes the client's system drop the answer with it:
-the client sees a reset and never learns why.
+If a server closes a connection while bytes still arrive, the client's operating system drops the answer: the client
+sees a connection reset instead of the error.
 """
 
 import asyncio
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-LINGER_S = 2.0
-LINGER_BYTES = 64 << 20
+LINGER_S = 2.0  # longest time for which the rest of a body is read
+LINGER_BYTES = 64 << 20  # most bytes of the rest that are read
 
 
 class Lingering:
-    """ASGI middleware around everything that may answer early."""
+    """Outermost ASGI middleware: any middleware inside it may answer early."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request; its answer is whole at the client before the rest of its body is waited for."""
+        """Serve one request. The whole answer is sent first; its end is sent after the rest of the body was read."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -38,20 +38,20 @@ class Lingering:
 
 
 class _UnreadBody:
-    """What of a request's body has not come yet."""
+    """The part of a request's body that has not been read. `over` is True once the body is complete."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
         self.over = False
 
     async def receive(self) -> Message:
-        """The next message of the request."""
+        """Return the next message of the request."""
         message = await self._receive()
         self.over = self.over or message["type"] != "http.request" or not message.get("more_body", False)
         return message
 
     async def drop(self) -> None:
-        """Read the rest and keep nothing of it, within the limits."""
+        """Read and drop the rest, up to `LINGER_BYTES` and for up to `LINGER_S`."""
         dropped = 0
         try:
             async with asyncio.timeout(LINGER_S):

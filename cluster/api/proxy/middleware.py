@@ -1,15 +1,17 @@
-"""Middleware in front of Serve's HTTP proxy: it passes requests on whole and one by one, and makes all errors JSON.
+"""Middleware in front of Serve's HTTP proxy: passes requests on whole and one by one, and turns all errors into JSON.
 
-By itself, Serve's proxy answers in plain text where the application cannot: while there is no replica, when one dies
-with a request, when a request takes too long or finds Serve's queue full. It decodes some request headers before the
-application sees them, and fails on bytes that are not text. It forwards each piece of a body by a call that takes some
-milliseconds, so a few hundred clients that send a byte a second would keep it busy. And it begins requests as they
-come, hundreds in one turn of its event loop, while the streams that it carries wait.
+By itself, Serve's proxy has four weaknesses:
+- It answers in plain text where the application cannot answer: while there is no replica, when a replica dies with a
+  request, when a request takes too long or finds Serve's queue full.
+- It decodes some request headers before the application sees them, and fails on bytes that are not text.
+- It forwards each piece of a body by a call of some milliseconds, so a few hundred clients that send one byte per
+  second would keep it busy.
+- It begins requests as they arrive, hundreds in one turn of its event loop, while open streams wait.
 
-Serve calls `middlewares` in each proxy, before it makes the HTTP server, because of the environment variable
-RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH. `aerie serve` sets it; on other clusters it has to be set on the nodes. The
-call also replaces uvicorn's connections (`connections`), and listens for the limits of Serve that end calls
-(`limits_of_serve`). Nothing heavy is imported here, since this runs in the proxy.
+Serve calls `middlewares` in each proxy before it creates the HTTP server, because of the environment variable
+RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH. `aerie serve` sets it; on other clusters the nodes must set it. The call also
+replaces uvicorn's connection class (`connections`) and records which limit of Serve ends a call (`serve_limits`).
+Nothing heavy is imported here, since this runs in the proxy.
 """
 
 import asyncio
@@ -30,11 +32,11 @@ from cluster.api.proxy.throttle import Throttle
 
 CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 IMPORT_PATH = "cluster.api.proxy:middlewares"
-CONNECTION = "cluster.api.proxy.connections:Connection"  # by name, since to import it takes uvicorn
+CONNECTION = "cluster.api.proxy.connections:Connection"  # by name, since importing it imports uvicorn
 RETRY_AFTER = (b"retry-after", b"1")
-NO_RETRY = (b"x-should-retry", b"false")  # the clients of OpenAI and Anthropic else send again what got a 408
-LONGEST_ID = 256
-# Serve decodes these; the last one would let a client keep its request running after it has left.
+NO_RETRY = (b"x-should-retry", b"false")  # without it, OpenAI's and Anthropic's clients retry a request after a 408
+LONGEST_ID = 256  # characters of a header in READ_BY_SERVE
+# Serve decodes these headers. The last one would let a client keep its request running after it has left.
 READ_BY_SERVE = frozenset(
     {
         b"x-request-id",
@@ -46,7 +48,7 @@ READ_BY_SERVE = frozenset(
     }
 )
 NOT_FOR_CLIENTS = b"x-request-disconnect-disabled"
-# status: (type, code, message) in place of an error that Serve sends as plain text, or not at all
+# status: (type, code, message) of the error that replaces a plain-text error of Serve, or a missing answer
 SAID: Mapping[int, tuple[str, str, str]] = {
     404: ("invalid_request_error", "not_found", "no application serves this path"),
     408: ("server_error", "request_timeout", "the request took longer than this server allows; ask for fewer tokens"),
@@ -55,30 +57,30 @@ SAID: Mapping[int, tuple[str, str, str]] = {
     503: ("server_error", "engine_unhealthy", "no replica serves requests now; try again shortly"),
 }
 MESSAGES = "/v1/messages"
-OF_ANTHROPIC = {"not_found": "not_found_error", "server_error": "api_error"}  # by code or type of ours
-GATHERED = 1 << 20  # bytes of a body that are gathered here; a longer body is passed on in pieces
-GATHERED_BY_ALL = 256 << 20  # bytes of all bodies together; beyond that, bodies are passed on as they come
+OF_ANTHROPIC = {"not_found": "not_found_error", "server_error": "api_error"}  # our code or type: Anthropic's type
+GATHERED = 1 << 20  # bytes of a body that are gathered before it is passed on; the rest is passed on in pieces
+GATHERED_BY_ALL = 256 << 20  # bytes gathered for all requests together; beyond that, bodies are passed on as they come
 GRACE_S, BYTES_PER_S = 10.0, 16384  # a body must arrive within GRACE_S, plus a second for each BYTES_PER_S bytes
-HEALTHZ = b"/-/healthz"  # Serve's own page, passed through unchanged
-HEALTH_PAGES = ("/health", "/ready")  # of the application
-TIMEOUT_HEADER = b"x-request-timeout-seconds"  # a client's own limit, in place of http_options.request_timeout_s
-ROUTES = "/-/routes"  # another one, which names the applications to everyone: not served
+HEALTHZ = b"/-/healthz"  # Serve's own health page, passed through unchanged
+HEALTH_PAGES = ("/health", "/ready")  # the application's health pages
+TIMEOUT_HEADER = b"x-request-timeout-seconds"  # a client's own limit; it replaces http_options.request_timeout_s
+ROUTES = "/-/routes"  # Serve's list of applications; not served, since it has no access control
 
 
 def middlewares() -> list[Middleware]:
-    """The middleware that Serve installs; the last one is outermost."""
+    """Return the middleware for Serve to install, the outermost last; also patch uvicorn and Serve in this process."""
     importlib.import_module("uvicorn.config").HTTP_PROTOCOLS["auto"] = CONNECTION
     serve_limits.listen()
     return [Middleware(JsonErrors), Middleware(WholeRequests), Middleware(Lingering)]
 
 
 def stands_before_serve() -> bool:
-    """Whether this cluster's proxies use `middlewares`: the variable is set for a replica as it is for the proxies."""
+    """Return whether this cluster's proxies use `middlewares`: replicas and proxies have the same environment."""
     return os.environ.get(CALLBACK) == IMPORT_PATH
 
 
 def too_slow(received: int, seconds: float, grace_s: float = GRACE_S, bytes_per_s: int = BYTES_PER_S) -> str:
-    """The error message for a body that comes too slowly."""
+    """Return the error message for a body that arrives too slowly."""
     return (
         f"the body came too slowly: {received} bytes in {seconds:.0f} s; it must arrive within {grace_s:g} s plus one "
         f"second for every {bytes_per_s} bytes"
@@ -86,8 +88,8 @@ def too_slow(received: int, seconds: float, grace_s: float = GRACE_S, bytes_per_
 
 
 class WholeRequests:
-    """ASGI middleware that passes a request on once its body has arrived, one request per turn of the event loop; while
-    all replicas are known to be full, it repeats their refusal instead.
+    """ASGI middleware that passes a request on once its body has arrived, one request per turn of the event loop. While
+    all replicas are known to be full, it answers with their refusal instead.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -97,7 +99,7 @@ class WholeRequests:
         self._refusals = Refusals(self._turns.interrupt)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass one request on. A body that comes too slowly gets a 408; a client that leaves drops its request."""
+        """Pass one request on. A body that arrives too slowly gets a 408. If the client has left, drop the request."""
         if scope["type"] != "http" or scope.get("raw_path", b"") == HEALTHZ:
             await self._app(scope, receive, send)
             return
@@ -117,9 +119,9 @@ class WholeRequests:
             return
         length = len(body)
         rest = _RequestRest({"type": "http.request", "body": bytes(body), "more_body": more}, receive)
-        body.clear()  # it is not kept for as long as the answer takes
+        body.clear()  # free the body now, not when the answer ends
         try:
-            while not await self._turns.wait():
+            while not await self._turns.wait():  # False: a new refusal may apply to this request
                 if await self._refused(scope, send):
                     return
             if not rest.gone:
@@ -131,14 +133,14 @@ class WholeRequests:
             rest.close()
 
     async def _refused(self, scope: Scope, send: Send) -> bool:
-        """Whether the refusal of full replicas stands; then it is the answer."""
+        """Answer with the refusal of the replicas and return True if all of them are full; else return False."""
         if (refusal := self._refusals.standing(scope)) is None:
             return False
         await refusal.send(send)
         return True
 
     def _accounting(self, send: Send) -> Send:
-        """The `send` of a request that begins: tells `Throttle` if it gets an error."""
+        """Return a `send` for a request that begins; it tells `Throttle` if the request gets an error."""
 
         async def account(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] >= 400:
@@ -148,7 +150,9 @@ class WholeRequests:
         return account
 
     async def _gather(self, receive: Receive, body: bytearray, began: float) -> bool | None:
-        """Read the body up to the limits; returns whether there is more of it, or None when the client has left."""
+        """Read the body up to the limits. Return whether more of it is to come, or None if the client has left. Raises
+        TimeoutError if the body arrives too slowly.
+        """
         async with asyncio.timeout_at(began + GRACE_S) as patience:
             while len(body) < GATHERED and self._held < GATHERED_BY_ALL:
                 message = await receive()
@@ -164,7 +168,7 @@ class WholeRequests:
 
 
 class _RequestRest:
-    """The messages of a request for the app: first the body as gathered, then what the client sends after it."""
+    """The messages of a request for the app: first the gathered body, then the messages that follow it."""
 
     def __init__(self, first: Message, receive: Receive) -> None:
         self._first: Message | None = first
@@ -173,12 +177,12 @@ class _RequestRest:
 
     @property
     def gone(self) -> bool:
-        """Whether the client has already left, so that nobody would read the answer."""
+        """Whether the client has already disconnected, so that nobody would read the answer."""
         following = self._next
         return following is not None and following.done() and following.result()["type"] == "http.disconnect"
 
     async def receive(self) -> Message:
-        """The next message."""
+        """Return the next message."""
         if self._first is not None:
             message, self._first = self._first, None
             return message
@@ -186,23 +190,23 @@ class _RequestRest:
         return await (following or self._receive())
 
     def close(self) -> None:
-        """Stop waiting for a message: `receive` is not called again."""
+        """Stop waiting for a message; call it once `receive` is not called any more."""
         if self._next is not None:
             self._next.cancel()
 
 
 class JsonErrors:
-    """ASGI middleware that makes the plain-text errors of Serve's proxy JSON, and ends answers that it leaves open."""
+    """ASGI middleware that turns plain-text errors of Serve's proxy into JSON and ends answers that it leaves open."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request; a plain-text error becomes JSON, and a header that Serve cannot decode a 400."""
+        """Answer one request. A plain-text error becomes JSON; a header that Serve cannot decode gets a 400."""
         if scope["type"] != "http" or scope.get("raw_path", b"") == HEALTHZ:
             await self._app(scope, receive, send)
             return
-        if scope["path"][len(scope.get("root_path", "")) :] == ROUTES:  # as Serve compares it
+        if scope["path"][len(scope.get("root_path", "")) :] == ROUTES:  # as Serve compares the path
             await _answer(send, 404, SAID[404], None, scope)
             return
         if (wrong := _wrong_header(scope["headers"])) is not None:
@@ -222,7 +226,7 @@ class JsonErrors:
                 await state.finish()
 
     async def _has_replicas(self, scope: Scope) -> bool:
-        """Whether Serve's own page says that there are replicas that pass Serve's check; it is not queued for."""
+        """Return whether Serve's own health page reports healthy replicas. Serve answers it without queueing."""
         statuses: list[int] = []
 
         async def receive() -> Message:
@@ -238,10 +242,10 @@ class JsonErrors:
 
 
 class _Answer:
-    """Watches the answer to one request as it passes."""
+    """Inspects the messages of one answer and replaces plain-text errors."""
 
     def __init__(self, send: Send, scope: Scope, met: Met, has_replicas: Callable[[Scope], Awaitable[bool]]) -> None:
-        """`met` is the limit that ends the call; `has_replicas` says whether Serve knows healthy replicas."""
+        """`met` receives the limit that ends the call; `has_replicas` returns whether Serve has healthy replicas."""
         self._send = send
         self._scope = scope
         self._met = met
@@ -266,8 +270,8 @@ class _Answer:
             await self._send(message)
 
     async def _replace(self, status: int, kept: list[tuple[bytes, bytes]]) -> None:
-        """Send what is said in place of a plain-text error. A health page that Serve sheds is none: the engine serves,
-        and Serve's own check of its replicas is what there is to tell.
+        """Send the JSON error that replaces a plain-text error. Exception: if Serve rejects a call of a health page
+        because its queue is full, the engine is at work, so the answer follows Serve's own check of its replicas.
         """
         asks = self._scope["method"] in ("GET", "HEAD") and self._scope["path"].endswith(HEALTH_PAGES)
         if asks and self._met.queue is not None and await self._has_replicas(self._scope):
@@ -277,7 +281,7 @@ class _Answer:
         await _answer(self._send, status, _limit(self._met, self._scope) or SAID[status], None, self._scope, kept)
 
     async def finish(self) -> None:
-        """Serve sends nothing more: if the answer is missing or its stream still open, end it with an error."""
+        """End the answer when Serve sends nothing more: a missing answer or an open stream ends with an error."""
         error = _limit(self._met, self._scope) or SAID[500]
         if not self._started:
             await _answer(self._send, 503, error, None, self._scope)
@@ -288,7 +292,7 @@ class _Answer:
 
 
 def _limit(met: Met, scope: Scope) -> tuple[str, str, str] | None:
-    """The error of a limit of Serve's that a call has met; None where it has met none."""
+    """Return the error for the limit of Serve that ended a call; None if no limit did."""
     if met.queue is not None:
         message = f"the queue of this server is full (max_queued_requests: {met.queue}); try again shortly"
         return "overloaded_error", "overloaded", message
@@ -302,7 +306,7 @@ def _limit(met: Met, scope: Scope) -> tuple[str, str, str] | None:
 
 
 def _wrong_header(headers: list[tuple[bytes, bytes]]) -> str | None:
-    """The name of the first header that Serve would fail to decode; None where there is none."""
+    """Return the name of the first header that Serve could not decode or that is too long; None if there is none."""
     for name, value in headers:
         if name.lower().replace(b"_", b"-") in READ_BY_SERVE:
             printable = all(0x20 <= byte < 0x7F for byte in value)
@@ -312,7 +316,7 @@ def _wrong_header(headers: list[tuple[bytes, bytes]]) -> str | None:
 
 
 def _is_anthropic(scope: Scope) -> bool:
-    """Whether a request is one of Anthropic's API, whose client reads errors in another form."""
+    """Return whether a request belongs to Anthropic's API, whose clients expect another form of error."""
     return f"{MESSAGES}/" in f"{scope['path']}/"
 
 

@@ -1,11 +1,12 @@
-"""Refusals that the proxy repeats: a full replica says for how long it stays full, and gets no request until then.
+"""Repeats refusals in the proxy: a full replica says how long its refusal holds, and gets no request until then.
 
-A refusal costs a replica and the proxy some 10 ms of work together, which the ranks of open streams lack under load;
-the proxy alone repeats one in 1 ms. A full replica adds the header `FULL` to its 503: its id, the number of replicas,
-and for how many seconds the refusal holds. While the refusals of all replicas hold, the proxy repeats the latest one to
-expire. The next request that it passes on carries the number of repeats in the header `REPEATED`, for the metrics.
+A refusal costs a replica and the proxy together some 10 ms of CPU time, which the ranks of open streams lack under
+load. The proxy alone repeats a refusal in 1 ms. A full replica adds the header `FULL` to its 503: its id, the number of
+replicas, and the seconds for which the refusal holds. While the refusals of all replicas hold, the proxy repeats the
+one that expires last. The next request that it passes on carries the number of repeats in the header `REPEATED`, for
+the metrics.
 
-Nothing heavy is imported here: one half runs in the proxy.
+Nothing heavy is imported here, since one half runs in the proxy.
 """
 
 import logging
@@ -19,34 +20,34 @@ logger = logging.getLogger(__name__)
 
 FULL = b"x-aerie-full"
 REPEATED = b"x-aerie-repeated-refusals"
-HELD_SHARE, HELD_S = 0.05, 1.0  # a refusal holds for this share of the wait it announces, at most HELD_S
+HELD_SHARE, HELD_S = 0.05, 1.0  # a refusal holds for this share of the wait that it announces, at most HELD_S seconds
 KEPT = frozenset({b"content-type", b"content-length", b"retry-after"})  # headers that are the same in every repeat
 
 
 def held_s(wait_s: float) -> float:
-    """For how many seconds a refusal holds where a new request would wait `wait_s`."""
+    """Return the seconds for which a refusal holds if a new request would wait `wait_s`."""
     return min(HELD_SHARE * wait_s, HELD_S)
 
 
 @dataclass(frozen=True, slots=True)
 class RepeatedRefusal:
-    """What one replica answered, and until when that holds."""
+    """The refusal of one replica, and the time until which it holds."""
 
     until: float
     headers: list[tuple[bytes, bytes]]
     body: bytes
 
     async def send(self, send: Send) -> None:
-        """Answer a request with it."""
+        """Answer a request with this refusal."""
         await send({"type": "http.response.start", "status": 503, "headers": self.headers})
         await send({"type": "http.response.body", "body": self.body})
 
 
 class Refusals:
-    """The proxy's half: the refusals of full replicas, by the path of the request."""
+    """The proxy's half: the refusals of full replicas, by path of the request and by replica."""
 
     def __init__(self, learnt: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
-        """`learnt` is called whenever a refusal begins to hold."""
+        """`learnt` is called whenever a new refusal is kept."""
         self._learnt = learnt
         self._clock = clock
         self._said: dict[str, dict[str, RepeatedRefusal]] = {}
@@ -54,8 +55,8 @@ class Refusals:
         self._repeated: dict[str, int] = {}
 
     def standing(self, scope: Scope) -> RepeatedRefusal | None:
-        """The refusal to answer with, counted as a repeat; None where a replica may have room, and for pages in a
-        browser, which may read no answer without the headers that a replica gives it.
+        """Return the refusal to answer a request with, and count it as a repeat; None if a replica may have room. None
+        also for a page in a browser: it can read only an answer with the CORS headers that a replica adds.
         """
         path = scope["path"]
         if (
@@ -72,14 +73,14 @@ class Refusals:
         return max(said.values(), key=lambda one: one.until)
 
     def passing(self, scope: Scope) -> Scope:
-        """The scope of a request that is passed on, with `REPEATED` set by the proxy alone, never by the client."""
+        """Return the scope of a request to pass on, with `REPEATED` of the proxy, and without one of the client."""
         headers = [pair for pair in scope["headers"] if pair[0].lower() != REPEATED]
         if scope["method"] == "POST" and (repeated := self._repeated.pop(scope["path"], 0)):
             headers.append((REPEATED, str(repeated).encode()))
         return {**scope, "headers": headers}
 
     def learning(self, scope: Scope, send: Send) -> Send:
-        """The `send` of a request that is passed on: keeps a full replica's refusal, hides `FULL` from the client."""
+        """Return a `send` for a request that is passed on: it keeps a full replica's refusal and removes `FULL`."""
         sign: bytes | None = None
         headers: list[tuple[bytes, bytes]] = []
         body = b""
@@ -103,7 +104,7 @@ class Refusals:
         try:
             replica, replicas, seconds = sign.decode("ascii").split()
             until, count = self._clock() + float(seconds), int(replicas)
-        except ValueError:  # a header of another version: the client gets the answer, and it is not repeated
+        except ValueError:  # a header of another version: the client gets this answer, but it is not repeated
             return
         kept = [pair for pair in headers if pair[0].lower() in KEPT]
         self._said.setdefault(path, {})[replica] = RepeatedRefusal(until, kept, body)
@@ -112,18 +113,18 @@ class Refusals:
 
 
 class AnnounceRefusals:
-    """The replica's half, as ASGI middleware: completes the header `FULL`, and counts what the proxy repeated."""
+    """The replica's half, as ASGI middleware: completes the header `FULL`, and counts the repeats of the proxy."""
 
     def __init__(self, app: ASGIApp, replica: str, replicas: int | None, count: Callable[[str, int], None]) -> None:
-        """`replicas` None: their number is not fixed, or the proxy lacks the middleware; `FULL` is not sent. `count` is
-        given the path and the number of refusals that were repeated for it.
+        """`replica` is the id of this replica. `replicas` is None if their number is not fixed or the proxy lacks the
+        middleware; then `FULL` is not sent. `count` is called with a path and the number of refusals repeated for it.
         """
         self._app = app
         self._sign = None if replicas is None else f"{replica} {replicas}".encode()
         self._count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one call."""
+        """Serve one call and complete its `FULL` header."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

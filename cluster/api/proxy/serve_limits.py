@@ -1,8 +1,8 @@
-"""Which limit of Ray Serve ended a call: its proxy tells nobody.
+"""Finds out which limit of Ray Serve ended a call; Serve's proxy does not report it.
 
-Serve's proxy answers a call that met a limit in plain text, and not at all where the answer had begun. Middleware
-around it cannot tell a timeout from a lost replica, nor a full queue from a deployment without replicas. The proxy
-turns every exception of a call into a status by one function, which `listen` wraps.
+The proxy answers a call that met a limit in plain text, or not at all if the answer had begun. From outside, middleware
+cannot tell a timeout from a lost replica, or a full queue from a deployment without replicas. The proxy turns every
+exception of a call into a status by one function, which `listen` wraps.
 
 Nothing heavy is imported here, since this runs in the proxy.
 """
@@ -23,19 +23,21 @@ PROXY, FUNCTION = "ray.serve._private.proxy", "get_http_response_status"
 
 @dataclass(slots=True)
 class Met:
-    """The limit that a call met: how long a call may take (`http_options.request_timeout_s`, or its own header), in
-    seconds, or how many calls of a deployment may wait (`max_queued_requests`). Both are None while it has met none.
+    """The limit that ended a call; both fields are None until one did. `timeout_s` is the longest time of a call
+    (`http_options.request_timeout_s`, or the client's own header), in seconds; `queue` is the number of calls that may
+    wait for a deployment (`max_queued_requests`).
     """
 
     timeout_s: float | None = None
     queue: int | None = None
 
     def note(self, error: BaseException, timeout_s: float | None) -> None:
-        """Note the exception that ended the call, and the seconds that it was given (None: no limit)."""
+        """Note the exception that ended the call, and the call's time limit in seconds (None: no limit)."""
         exceptions: Any = sys.modules["ray.serve.exceptions"]
         if isinstance(error, TimeoutError) and timeout_s is not None:
             self.timeout_s = timeout_s
-        elif isinstance(error, exceptions.BackPressureError) and len(error.args) > 1:  # else it is another call's
+        # A rejected call of the replica arrives as a RayTaskError, whose only argument is its cause.
+        elif isinstance(error, exceptions.BackPressureError) and len(error.args) > 1:
             self.queue = error.args[1]
 
 
@@ -44,7 +46,7 @@ _met: ContextVar[Met | None] = ContextVar("met", default=None)
 
 @contextmanager
 def noted() -> Iterator[Met]:
-    """The limit that the proxy's call inside the block meets, once it has met one."""
+    """Yield a `Met` that records the limit which ends the proxy's call inside the block."""
     met = Met()
     before = _met.set(met)
     try:
@@ -54,7 +56,7 @@ def noted() -> Iterator[Met]:
 
 
 def listen() -> None:
-    """Wrap the proxy's function in this process; a process without a proxy has nothing to wrap."""
+    """Wrap the proxy's status function in this process; do nothing in a process without a proxy."""
     proxy: Any = sys.modules.get(PROXY)
     if proxy is None:
         return

@@ -1,9 +1,9 @@
 """The Serve application. `build_openai_app` is the `import_path` of a Serve config.
 
-`ingress: direct` is one deployment, whose replica owns a gang and is itself the ASGI ingress: one hop. `ingress:
-resilient` is two: replicas that own gangs, and in front of them replicas that hold the clients' streams, so that a
-stream outlives the replica that feeds it. Either way a replica runs no model: it tokenizes, routes to a rank, turns
-tokens into text and streams.
+`ingress: direct` is one deployment: each replica owns a gang and is itself the ASGI ingress, so a request takes one
+hop. `ingress: resilient` is two deployments: engine replicas own the gangs, and ingress replicas in front of them hold
+the clients' streams. There a stream survives the loss of the engine replica that feeds it. In both layouts a replica
+runs no model: it tokenizes, routes a request to a rank, detokenizes and streams.
 """
 
 import asyncio
@@ -69,11 +69,11 @@ class RestService:
         self._samples, self._page = CoalescedCall(self._gather), CoalescedCall(self._make_page)
 
     async def samples(self) -> list[bytes]:
-        """The registry samples of all replicas and ranks that answer, whichever replica is asked."""
+        """Return the registry samples of all replicas and ranks that answer. Every replica returns the same set."""
         return await self._samples.get()
 
     async def metrics_page(self) -> bytes:
-        """The Prometheus text of all replicas and ranks that answer, whichever replica is asked."""
+        """Return the Prometheus text of all replicas and ranks that answer. Every replica returns the same page."""
         return await self._page.get()
 
     async def _gather(self) -> list[bytes]:
@@ -84,12 +84,12 @@ class RestService:
         return await asyncio.to_thread(merge, await self._samples.get())
 
     async def _ingresses(self) -> list[bytes]:
-        """One sample per replica with REST routes, at least that of this one."""
+        """Return the registry samples of the replicas with REST routes; here, of this replica alone."""
         return [self.metrics.serialize()]
 
 
 class GangOwner:
-    """A Serve replica that owns a gang."""
+    """Base of the Serve replicas that own a gang."""
 
     _host: GangHost
 
@@ -98,20 +98,20 @@ class GangOwner:
         self._host.router.end_streams()
 
     async def check_health(self) -> None:
-        """Fail once the gang is lost for good; see `GangHost.check_health`."""
+        """Serve's health check: raise RuntimeError once the gang is lost for good (`GangHost.check_health`)."""
         self._host.check_health()
 
     async def __del__(self) -> None:
-        """Serve awaits this when the replica leaves."""
+        """Close the gang; Serve awaits this method when it removes the replica."""
         if hasattr(self, "_host"):
             await self._host.close()
 
 
 class Replica(GangOwner):
-    """One Serve replica: a gang, and the REST routes in front of it."""
+    """The one replica class of `ingress: direct`: a gang, and the REST routes in front of it."""
 
     async def __init__(self, settings: AppSettings, factory: str = FACTORY) -> None:  # type: ignore[misc]
-        """Start the gang and, meanwhile, load the REST routes; returns when requests can be served."""
+        """Start the gang and load the REST routes at the same time; return when requests can be served."""
         _begin_process(settings)
         self._rest_options = await asyncio.to_thread(_rest_options, settings)
         self._host = GangHost(settings, factory)
@@ -143,15 +143,15 @@ class Replica(GangOwner):
         self._service.metrics.on_response(path, 503, times)
 
     async def drain(self) -> int:
-        """Refuse new calls from now on; returns how many are open."""
+        """Refuse new calls from now on; return how many calls are open."""
         return self._drain.begin()
 
 
 class EngineReplica(GangOwner):
-    """A gang behind a separate ingress, which calls it through a Serve handle."""
+    """The engine replica of `ingress: resilient`: a gang, which the ingress replicas call through a Serve handle."""
 
     async def __init__(self, settings: AppSettings, factory: str = FACTORY) -> None:  # type: ignore[misc]
-        """Start the gang; returns when requests can be served."""
+        """Start the gang; return when requests can be served."""
         _begin_process(settings)
         self._host = GangHost(settings, factory)
         sampling = _sampling(settings, self._host.config_here)
@@ -169,8 +169,8 @@ class EngineReplica(GangOwner):
         settle()
 
     async def generate(self, request: Request, caller: str = "") -> AsyncGenerator[Item, None]:
-        """The items of `feed` for a request; Serve closes this when the ingress cancels its call. `caller` is the full
-        name of the ingress replica.
+        """Yield the items of `feed` for a request. Serve closes this generator when the ingress cancels its call.
+        `caller` is the full name of the ingress replica.
         """
         with self._callers.stream(caller) as gone:
             items = feed(self._host.router, request, self._sign, self._period_s, self._leaving, gone)
@@ -182,24 +182,24 @@ class EngineReplica(GangOwner):
         return "the engine replica is shutting down" if self._host.leaving else self._host.router.lost
 
     async def model_facts(self) -> tuple[str, dict[str, Any]]:
-        """The settings that this replica was made of, and the fields of a `ModelInfo`, except `created`."""
+        """Return the settings that decide the model (`_made_of`), and the fields of a `ModelInfo` except `created`."""
         return self._made_of, self._facts
 
     async def patience_s(self) -> float:
-        """How long streams wait for a gang, or for another engine replica; see `Gang.patience_s`."""
+        """Return how many seconds streams wait for a gang, or for another engine replica (`Gang.patience_s`)."""
         return self._host.gang.patience_s
 
     async def status(self) -> GangStatus:
-        """See `EngineClient.status`."""
+        """Return the health and load of this replica's gang (`EngineClient.status`)."""
         return await self._host.router.status()
 
     async def metrics(self) -> list[bytes]:
-        """The samples of all engine replicas and of their ranks, whichever replica is asked."""
+        """Return the registry samples of all engine replicas and of their ranks."""
         return [self._host.metrics.serialize(), *await self._host.router.metrics()]
 
 
 class ResilientService(RestService):
-    """The same for an ingress replica, which has others beside it."""
+    """Implements `Service` for an ingress replica; metrics also cover the other ingress replicas."""
 
     def __init__(self, engine: EngineClient, model: Any, rest: "Rest", metrics: ServingMetrics, peers: Any) -> None:
         """`peers` is the handle of the ingress deployment itself."""
@@ -209,7 +209,7 @@ class ResilientService(RestService):
     async def _ingresses(self) -> list[bytes]:
         try:
             asked = self._peers.broadcast("sample")
-            # In a thread: Serve's results_async drops all answers when one does not come in time.
+            # In a thread, not by results_async: that drops all answers if one of them does not come in time.
             answers = await asyncio.to_thread(asked.results, timeout_s=PEERS_TIMEOUT_S, return_exceptions=True)
         except Exception:
             logger.exception("the metrics of the other ingress replicas cannot be read")
@@ -218,10 +218,10 @@ class ResilientService(RestService):
 
 
 class IngressReplica:
-    """The REST routes alone; the gangs are behind a handle."""
+    """The ingress replica of `ingress: resilient`: the REST routes. It calls the gangs through a Serve handle."""
 
     async def __init__(self, settings: AppSettings, engine: Any) -> None:  # type: ignore[misc]
-        """Load the REST routes, and wait for an engine replica; returns when requests can be served."""
+        """Load the REST routes and wait for an engine replica; return when requests can be served."""
         _begin_process(settings)
         self._rest_options = await asyncio.to_thread(_rest_options, settings)
         context = serve.get_replica_context()
@@ -246,36 +246,36 @@ class IngressReplica:
         return self._make_app(self._service, drain=self._drain, **self._rest_options)
 
     def _heard_of_room(self, room: int) -> None:
-        """What requests are told that they may have is what every engine replica has."""
+        """Note an engine replica's token limit, and advertise the smallest one, which fits every engine replica."""
         if (least := self._rooms.heard(room)) != self._service.model.kv_room:
             self._service.model = replace(self._service.model, kv_room=least)
 
     async def drain(self) -> int:
-        """Refuse new calls from now on; returns how many are open."""
+        """Refuse new calls from now on; return how many calls are open."""
         return self._drain.begin()
 
     async def end_streams(self) -> None:
-        """End every open stream, here and at the engine replicas, with an error event: the server is shutting down."""
+        """End every open stream of this and of the engine replicas with an error: the server is shutting down."""
         self._client.end_streams()
         asked = self._engine.broadcast("end_streams")
         await asked.results_async(timeout_s=PEERS_TIMEOUT_S, return_exceptions=True)
 
     async def sample(self) -> bytes:
-        """This replica's registry sample, for the other ingress replicas."""
+        """Return this replica's registry sample; the other ingress replicas call this (`ResilientService`)."""
         return self._metrics.serialize()
 
 
 def _begin_process(settings: AppSettings) -> None:
-    """Set up this replica's log, and close its gRPC server to other networks."""
+    """Set up this replica's log, and bind its gRPC server to the node's own address."""
     configure(settings.log(serve.get_replica_context().app_name))
     _bind_to_node_only()
 
 
 def _rest_options(settings: AppSettings) -> dict[str, Any]:
-    """Who may ask: the API keys of this replica, and the origins of pages; and whether there is a page of its own.
+    """Return the options of `make_app` that the settings decide: API keys, allowed origins, and the status page.
 
     Raises:
-        ConfigError: the keys cannot be used; or there are none, and other machines reach Serve's proxy.
+        ConfigError: the keys cannot be used; or there are none although other machines reach Serve's proxy.
     """
     keys = ApiKeys.load(settings.api_keys_file)
     if keys is None and not settings.allow_unauthenticated:
@@ -287,9 +287,9 @@ def _rest_options(settings: AppSettings) -> dict[str, Any]:
 def _bind_to_node_only() -> None:
     """Bind Serve's gRPC server of this replica to the node's own address only.
 
-    Serve 2.60 opens one in every replica, on all addresses, without a token, and unpickles what arrives. Nothing here
-    uses it. Bound to the node's address it is as reachable as the rest of Ray: from this machine only, where `aerie
-    serve` started Ray. A version of Serve without the function that is replaced here is left as it is.
+    Serve 2.60 opens a gRPC server in every replica, on all addresses and without a token, and unpickles the data that
+    arrives. Aerie does not use it. Bound to the node's address, it is as reachable as the rest of Ray: from this
+    machine alone if `aerie serve` started Ray. A version of Serve without `add_port_to_grpc_server` is not patched.
     """
     replica = importlib.import_module("ray.serve._private.replica")
     add_port = getattr(replica, "add_port_to_grpc_server", None)
@@ -302,12 +302,14 @@ def _bind_to_node_only() -> None:
 
 
 def _sampling(settings: AppSettings, config: EngineConfig) -> dict[str, float]:
-    """How requests are sampled that do not say; a ConfigError comes before anything is loaded."""
+    """Return default sampling parameters from the model's generation_config.json; empty with `sampling_defaults:
+    openai`. Called before the gang loads, so that a broken file raises its ConfigError at once.
+    """
     return sampling_defaults(config.model_path) if settings.sampling_defaults == "model" else {}
 
 
 def _model_facts(settings: AppSettings, info: RankInfo, sampling: dict[str, float]) -> dict[str, Any]:
-    """The fields of a `ModelInfo`, except `created`, from what rank 0 reports."""
+    """Return the fields of a `ModelInfo` except `created`; `info` is the report of rank 0."""
     return {
         "model_id": settings.llm.model_loading_config.model_id,
         "context_length": info.context_length,
@@ -319,13 +321,13 @@ def _model_facts(settings: AppSettings, info: RankInfo, sampling: dict[str, floa
 
 
 def _made_of(settings: AppSettings) -> str:
-    """The settings that the facts of a model follow from."""
+    """Return the settings that decide the facts of a model, as one string that two replicas can compare."""
     return f"{settings.llm.model_loading_config.model_id} {settings.llm.engine_config().model_dump_json()}"
 
 
 async def _facts_of(calls: EngineCalls, made_of: str) -> dict[str, Any]:
-    """The facts that an engine replica of these settings tells, as soon as one is up. While a service is redeployed
-    there are others too, whose model may be another.
+    """Wait for an engine replica with the settings `made_of` and return its model facts. During a redeploy, engine
+    replicas of the old settings, perhaps with another model, answer too; their answers are ignored.
     """
     said = ""
     while True:
@@ -343,9 +345,10 @@ async def _facts_of(calls: EngineCalls, made_of: str) -> dict[str, Any]:
 
 
 def build_app(settings: AppSettings, factory: str = FACTORY) -> Application:
-    """The application of validated settings; `factory` is the import path of what builds an engine, for tests.
+    """Return the application for validated settings. `factory` is the import path of the function that builds an
+    engine; tests replace it.
 
-    Names of a hub become commits here, once for all replicas and ranks, those that start later included.
+    Hub names become commits here, so that all replicas and ranks load the same files, also those that start later.
 
     Raises:
         ConfigError: a hub has no such model or revision, or cannot be reached.
@@ -364,7 +367,7 @@ def build_app(settings: AppSettings, factory: str = FACTORY) -> Application:
 
 
 def _deployment(replica: Any, name: str, given: dict[str, Any], runtime_env: dict[str, Any]) -> Any:
-    """The deployment of a replica class: `DEPLOYMENT_DEFAULTS`, overridden by the options given."""
+    """Return the deployment of a replica class, with `DEPLOYMENT_DEFAULTS` overridden by the options `given`."""
     options = {**DEPLOYMENT_DEFAULTS, **given}
     options["ray_actor_options"] = {
         **DEPLOYMENT_DEFAULTS["ray_actor_options"],
@@ -376,7 +379,7 @@ def _deployment(replica: Any, name: str, given: dict[str, Any], runtime_env: dic
 
 
 def build_openai_app(args: dict[str, Any]) -> Application:
-    """Serve's application builder: `args` of a Serve config in, application out.
+    """Return the application for the `args` of a Serve config; Serve calls this builder by its import path.
 
     Raises:
         ConfigError: an argument is unknown, missing or wrong; one line for each.

@@ -1,8 +1,8 @@
-"""Ingress replicas that are gone: an engine replica drops the streams that nobody reads any more.
+"""Detects ingress replicas that are gone, so that an engine replica can drop their streams.
 
-Closing a stream is the work of its ingress. If that is killed, nobody does it: Ray goes on with a call whose caller is
-dead, since a call through a Serve handle has no backpressure, and the request would run to its last token. So the
-engine replica asks Ray whether each ingress that it streams to exists. One that is only slow or busy does.
+An ingress closes its own streams, but a killed ingress cannot. Ray continues a call whose caller is dead, since a call
+through a Serve handle has no backpressure, and the request would run to its last token. So the engine replica asks Ray
+whether each ingress that it streams to still exists. A slow or busy ingress still exists and keeps its streams.
 """
 
 import asyncio
@@ -21,23 +21,23 @@ PERIOD_S = 2.0
 
 
 def exists(name: str) -> bool:
-    """Whether there is a Serve replica of this full name.
+    """Return whether a Serve replica of this full name exists.
 
     Raises:
-        Exception: Ray does not answer, so nobody knows.
+        Exception: Ray does not answer, so the state is unknown.
     """
     try:
         ray.get_actor(name, namespace=SERVE_NAMESPACE)
-    except ValueError:  # what Serve's own controller takes for the end of a replica
+    except ValueError:  # Serve's own controller treats this error as the end of a replica
         return False
     return True
 
 
 class Callers:
-    """Those with open streams, by the full names of their replicas, and which of them are gone."""
+    """The ingress replicas with open streams, by full replica name, and which of them are gone."""
 
     def __init__(self, alive: Callable[[str], bool] = exists, period_s: float = PERIOD_S) -> None:
-        """Make it on the event loop of the streams, outside any request: Serve cancels what a request began."""
+        """Construct it outside any request: the watch task runs in this context; Serve cancels a request's tasks."""
         self._alive, self._period_s = alive, period_s
         self._open, self._gone = Counter[str](), set[str]()
         self._context = contextvars.copy_context()
@@ -45,7 +45,9 @@ class Callers:
 
     @contextmanager
     def stream(self, name: str) -> Iterator[Callable[[], bool]]:
-        """While a stream of this caller is open; gives what says whether the caller is gone. An empty name never is."""
+        """Count a stream of the caller `name` as open inside the block. Yield a function that returns whether the
+        caller is gone; for an empty name it always returns False.
+        """
         if not name:
             yield lambda: False
             return
@@ -66,7 +68,7 @@ class Callers:
             for name in [*self._open]:
                 try:
                     there = await asyncio.to_thread(self._alive, name)
-                except Exception as error:  # silence gives nobody up
+                except Exception as error:  # no answer from Ray is no evidence that the caller is gone
                     logger.warning("whether %s exists is not known: %s", name, error)
                     continue
                 if not there and name in self._open and name not in self._gone:

@@ -1,4 +1,4 @@
-"""Calls from a separate ingress to the engine deployment, by a Serve handle; a lost replica is a `GoneError`."""
+"""Calls from an ingress replica to the engine deployment through a Serve handle; a lost replica raises `GoneError`."""
 
 import asyncio
 import time
@@ -12,28 +12,28 @@ from cluster.api.serve.resilient_client import GoneError, Item, Refused, ShedErr
 from cluster.observability.logs import first_line
 from cluster.request import Request, SequenceOutput
 
-STALL_S = 1.0  # a wait that times out so much too late: this process was stalled, not the replica
+STALL_S = 1.0  # a wait that ends this long after its timeout means that this process stalled, not the replica
 
 
 class HandleCalls:
     """Implements `EngineCalls` over the handle of the engine deployment. Serve chooses the replica of every call."""
 
     def __init__(self, handle: "DeploymentHandle[Any]", caller: str) -> None:
-        """`caller` is the full name of this replica, by which the engine's knows whether it still exists."""
+        """`caller` is the full name of this replica; the engine replica checks by it whether this replica exists."""
         self._caller = caller
         self._handle: Any = handle
         self._streaming: Any = handle.options(stream=True)
 
     def open(self, request: Request) -> "HandleAttempt":
-        """Submit a request; see `EngineCalls.open`."""
+        """Submit a request to an engine replica that Serve chooses (`EngineCalls.open`)."""
         return HandleAttempt(self._streaming.generate.remote(request, self._caller))
 
     async def call(self, method: str) -> Any:
-        """What one engine replica answers; when the caller stops waiting, the call is cancelled.
+        """Return the answer of one engine replica to `method`. If the caller is cancelled, the call is cancelled too.
 
         Raises:
-            GoneError: none answers, or the one that was asked died.
-            ShedError: the queue of their deployment is full.
+            GoneError: no engine replica answers, or the chosen one died.
+            ShedError: the queue of the engine deployment is full.
         """
         response = getattr(self._handle, method).remote()
         try:
@@ -52,7 +52,7 @@ class HandleCalls:
 class HandleAttempt:
     """Implements `Attempt` over one streaming call.
 
-    When a client leaves, Serve cancels the calls that its request made: this one, and no other stream's.
+    When a client disconnects, Serve cancels the calls made by its request: this call, and no call of another stream.
     """
 
     def __init__(self, response: Any) -> None:
@@ -62,7 +62,7 @@ class HandleAttempt:
         self._over = False
 
     async def next(self, timeout_s: float) -> Item:
-        """The next item; see `Attempt.next`."""
+        """Return the next item, or raise GoneError when none comes in time (`Attempt.next`)."""
         if self._coming is None:  # a task, since a wait that times out must not cancel the call
             self._coming = asyncio.ensure_future(self._next())
         while True:
@@ -78,7 +78,7 @@ class HandleAttempt:
         except RayTaskError:  # a fault of the engine's code, not of its process
             self._over = True
             raise
-        except BackPressureError as full:  # Serve has given the call to no replica
+        except BackPressureError as full:  # Serve's queue was full, so no replica got the call
             self._over = True
             message = f"the queue of this server is full (max_queued_requests: {full.args[1]})"
             return Refused(message, full.retry_after_s or 1.0)
@@ -107,6 +107,6 @@ class HandleAttempt:
 
 
 def _looked_at(task: "asyncio.Task[Item | None]") -> None:
-    """Retrieve the error of a call that nobody awaits; otherwise asyncio logs a traceback for each of them."""
+    """Retrieve the error of a call that nobody awaits; otherwise asyncio logs a traceback for it."""
     if not task.cancelled():
         task.exception()

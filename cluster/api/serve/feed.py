@@ -1,4 +1,4 @@
-"""The engine's half of a resilient stream: what an engine replica sends to the ingress that asked."""
+"""The engine half of a resilient stream: the items that an engine replica sends to the calling ingress replica."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
@@ -18,13 +18,14 @@ async def feed(
     leaving: Callable[[], str],
     gone: Callable[[], bool] = lambda: False,
 ) -> AsyncGenerator[Item, None]:
-    """A sign, then the outputs of a request, with a sign again whenever there is no output for `period_s`.
+    """Yield `sign`, then the outputs of a request, and `sign` again whenever there is no output for `period_s`.
 
-    A full queue gives `Refused` without a sign, an invalid request `Refused` after one. `leaving()` says why the
-    replica gives its streams up, or nothing. Where it does and the engine has ended the stream, the ingress gets
-    `Leaving` and may resume it elsewhere. A replica that is already leaving sends `Leaving` instead of the sign, and
-    does not take the request. Closing this generator aborts the request, and it ends by itself when `gone()`, asked
-    every `period_s` and before each output, says that the ingress is no more.
+    A full queue yields `Refused` without a sign before it; an invalid request yields `Refused` after a sign.
+    `leaving()` returns why this replica gives up its streams, or an empty string. If it returns a reason and the
+    engine has ended the stream, `Leaving` is yielded, and the ingress may resume the stream elsewhere. A replica that
+    is leaving at the start yields `Leaving` at once and does not take the request. Closing this generator aborts the
+    request. It ends by itself once `gone()`, checked every `period_s` and before each output, says that the ingress
+    no longer exists.
     """
     if reason := leaving():
         yield Leaving(reason)
@@ -33,7 +34,7 @@ async def feed(
         coming: asyncio.Task[SequenceOutput | None] | None = None
         try:
             coming = asyncio.ensure_future(_next(outputs))
-            await asyncio.sleep(0)  # it is admitted or refused at once
+            await asyncio.sleep(0)  # the engine admits or refuses a request in its first turn of the event loop
             if coming.done() and isinstance(error := coming.exception(), Overloaded):
                 yield Refused(str(error), error.retry_after_s)
                 return

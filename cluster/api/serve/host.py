@@ -1,4 +1,4 @@
-"""The gang and the router of one Serve replica, whether it is the ingress itself or stands behind one."""
+"""The gang and the router of one Serve replica: a direct replica or an engine replica."""
 
 import asyncio
 import logging
@@ -24,17 +24,17 @@ PUBLISH_PERIOD_S = 0.5  # how old this replica's metrics may be when another rep
 
 
 class GangHost:
-    """Starts and ends the gang of a replica and publishes `metrics`, which also count its losses and restarts.
+    """Starts and stops the gang of a replica, and publishes `metrics`, which also count its losses and restarts.
 
-    `config` are the settings that the ranks get. Models of a hub are named in it by their commit, since the folder of
-    each node is that node's own; `config_here` has the folders of this node, which hold all but the weights.
+    `config` holds the settings that the ranks get. It names hub models by their commit, since each node has its own
+    download folder. `config_here` holds the folders of this node instead, which contain all files but the weights.
     """
 
     def __init__(self, settings: AppSettings, factory: str) -> None:
-        """`factory` is the import path of what builds an engine.
+        """`factory` is the import path of the function that builds an engine.
 
         Raises:
-            ConfigError: the draft is not what the settings say, or a model cannot be read.
+            ConfigError: the draft does not match the settings, or a model cannot be read.
         """
         context = serve.get_replica_context()
         llm = settings.llm
@@ -56,10 +56,10 @@ class GangHost:
         self._publishing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start the gang, and begin to serve.
+        """Start the gang, the router and the publishing of metrics.
 
         Raises:
-            ConfigError, PlacementError, GangStartError: it cannot be started; none of its processes is left.
+            ConfigError, PlacementError, GangStartError: the gang cannot start; no process of it is left.
         """
         started = time.monotonic()
         await self.gang.start()
@@ -70,23 +70,25 @@ class GangHost:
         )
 
     def check_health(self) -> None:
-        """Fail once the gang could not be brought back, so that Serve replaces the replica.
+        """Raise once the gang cannot be brought back, so that Serve replaces the replica.
 
-        A gang that restarts is unhealthy, and /health says so, but its streams wait for it here.
+        While a gang restarts, /health answers 503 but this check passes: its streams wait in this replica.
 
         Raises:
-            RuntimeError: with the reason.
+            RuntimeError: the gang is lost for good; the message is the reason.
         """
         if reason := self.router.lost:
             raise RuntimeError(reason)
 
     def leave(self) -> None:
-        """Serve will soon kill this replica: end its streams while clients can be told, or an ingress resume them."""
+        """End all streams because Serve will soon kill this replica: clients still get an error event, and an ingress
+        can still resume the streams elsewhere.
+        """
         self.leaving = True
         self.router.end_streams()
 
     async def close(self) -> None:
-        """End the streams, the shards and the placement group."""
+        """End the streams, the shards (one actor per rank) and the placement group."""
         self.leaving = True
         if self._publishing is not None:
             self._publishing.cancel()
@@ -100,7 +102,7 @@ class GangHost:
             self.metrics.on_restart(loss.restored_s)
 
     async def _publish(self) -> None:
-        """Keep this replica's sample readable for the others, until cancelled."""
+        """Publish this replica's registry sample at rank 0 whenever it changes, for other replicas to read."""
         said = b""
         while True:
             try:
@@ -114,11 +116,11 @@ class GangHost:
 
 
 def _settled(config: EngineConfig) -> EngineConfig:
-    """The settings with commits for names of a hub, and with what the draft's folder decides. Models of a hub are
-    checked here, before any rank downloads their weights.
+    """Return the settings with hub names resolved to commits and with the values that the draft's folder decides. Hub
+    models are checked here, before any rank downloads their weights.
 
     Raises:
-        ConfigError: a model cannot be had or served, or the draft is not what the settings say.
+        ConfigError: a model cannot be found or served, or the draft does not match the settings.
     """
     if hub_models(config):
         config = pin(config)
@@ -128,4 +130,5 @@ def _settled(config: EngineConfig) -> EngineConfig:
         return resolve_models(config).config
     else:
         return config
+    # `settled` names folders of this node; ranks on other nodes need the commits.
     return settled.model_copy(update={name: getattr(config, name) for name in hub_models(config)})

@@ -1,4 +1,4 @@
-"""Where the models of an application come from: names of a hub become commits, which all its processes then load."""
+"""Resolves the hub models of an application to commits, so that all its processes load the same files."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,15 +9,15 @@ from cluster.config import EngineConfig
 from cluster.config.aliases import ALIASES, SPECULATIVE_CONFIG
 
 SHOWN = {"model_path": "model", "speculative_draft_model_path": "draft", "tokenizer_path": "tokenizer"}
-LOADING = {"model_path": "model_source", "tokenizer_path": "tokenizer_source"}  # settings that model_loading_config has
+LOADING = {"model_path": "model_source", "tokenizer_path": "tokenizer_source"}  # names in model_loading_config
 
 
 def pinned(settings: AppSettings) -> AppSettings:
-    """The settings with every name of a hub resolved to a commit. A folder stays as it is written, since it is looked
-    for on each node. Settings that are pinned already stay as they are.
+    """Return the settings with every hub name resolved to a commit. Folders stay unchanged, since each node resolves
+    them itself. Names that already hold a commit stay unchanged.
 
     Raises:
-        ConfigError: a hub has no such model or revision, or neither it nor the cache can tell.
+        ConfigError: a hub has no such model or revision, or neither the hub nor the cache can resolve the name.
     """
     config = resolve_engine_paths(settings.llm.engine_config())
     names = hub_models(config)
@@ -36,7 +36,7 @@ def pinned(settings: AppSettings) -> AppSettings:
 
 
 def facts_of_sources(config: EngineConfig) -> dict[str, str]:
-    """What /server_info and the log tell of the models that come from a hub: name, revision and commit of each."""
+    """Return the name, revision and commit of each hub model, as /server_info and the log show them."""
     facts: dict[str, str] = {}
     for name, model in hub_models(config).items():
         shown = SHOWN[name]
@@ -45,7 +45,7 @@ def facts_of_sources(config: EngineConfig) -> dict[str, str]:
 
 
 def _with(kwargs: Mapping[str, Any], name: str, source: str) -> dict[str, Any]:
-    """`engine_kwargs` with another value for the setting `name`, in the spelling in which it is given."""
+    """Return `engine_kwargs` with the value `source` for the setting `name`, under the alias that the user gave."""
     made = {key: source if ALIASES.get(key, key) == name else value for key, value in kwargs.items()}
     nested = made.get("speculative_config")
     if isinstance(nested, Mapping):

@@ -1,8 +1,9 @@
-"""Streams that outlive the engine replica that feeds them: the `EngineClient` of a separate ingress.
+"""The `EngineClient` of an ingress replica: its streams survive the loss of the engine replica that feeds them.
 
-Each stream's tokens are kept here. When its engine replica is gone, the request is submitted again, to any replica,
-with the tokens that the client has as part of the prompt; it goes on exactly as it would have (lossless by seed: law 1
-of docs/architecture.md). Ray is not imported here; `cluster.api.serve.engine_calls` opens the attempts.
+The ingress keeps each stream's tokens. When the engine replica is gone, the ingress submits the request to any engine
+replica again, with the tokens that the client already has as part of the prompt. The stream continues exactly as it
+would have (lossless by seed: law 1 of docs/architecture.md). This module does not import Ray;
+`cluster.api.serve.engine_calls` opens the attempts.
 """
 
 import asyncio
@@ -20,21 +21,21 @@ from cluster.request import Request, Seeds, SequenceOutput
 
 logger = logging.getLogger(__name__)
 
-CALL_TIMEOUT_S = 1.0  # of status and metrics
-SIGN_SHARE = 1 / 3  # of watchdog_timeout_s: how often an engine replica with no output sends a `StreamSign`
-SILENCE_SHARE = 2.0  # of watchdog_timeout_s: an engine replica that sends nothing for so long is gone
-RETRY_S = 0.2  # between two tries to submit a request
-TRIES = 3  # of replicas with too little room for a request, before it is refused
-ROOM_S = 600.0  # for how long the room of a replica that was heard of counts
+CALL_TIMEOUT_S = 1.0  # for the calls `status` and `metrics`
+SIGN_SHARE = 1 / 3  # of watchdog_timeout_s: how often an engine replica without output sends a `StreamSign`
+SILENCE_SHARE = 2.0  # of watchdog_timeout_s: an engine replica that is silent for this long counts as gone
+RETRY_S = 0.2  # pause between two tries to submit a request
+TRIES = 3  # a request that is too long for the engine replicas tried is refused after this many tries
+ROOM_S = 600.0  # how long a reported token limit of an engine replica counts
 
 
 @dataclass(frozen=True, slots=True)
 class StreamSign:
     """An engine replica has taken the request. Sent first, and again as a keep-alive while there is no output.
 
-    `model` identifies the weights and how they compute: a stream is resumed on the same model only. `nodes` counts
-    drafted tokens per tree. `folders` are those of the tokens' ids (`folders_of`). `room` is the most tokens of one
-    request: each replica measures its own memory, so they may differ.
+    `model` identifies the weights, dtypes and kernels: a stream is resumed on the same model only. `nodes` is the
+    number of drafted tokens per tree. `folders` names the model and tokenizer folders (`folders_of`). `room` is the
+    most tokens of one request; each replica measures its own memory, so replicas may differ.
     """
 
     model: str
@@ -45,8 +46,8 @@ class StreamSign:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The engine will not serve the request: its queue, or Serve's in front of it, is full (no `StreamSign` came
-    before), or the request is invalid.
+    """Says that the engine will not serve the request. Without a `StreamSign` before it, the engine's or Serve's queue
+    is full; after one, the request is invalid.
     """
 
     message: str
@@ -55,7 +56,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """The engine replica gives the stream up: its gang is lost, or it is shutting down."""
+    """Says that the engine replica gives up the stream: its gang is lost, or it is shutting down."""
 
     reason: str
 
@@ -64,18 +65,18 @@ Item = StreamSign | Refused | Leaving | SequenceOutput
 
 
 def folders_of(config: EngineConfig) -> str:
-    """Where the model and the tokenizer are that give token ids their meaning."""
+    """Return the folders of the model and the tokenizer as one string. Token ids mean the same where it is equal."""
     return f"{config.model_path}, {config.tokenizer_path or config.model_path}"
 
 
 class Rooms:
-    """The room that a request may count on: the least of all engine replicas that were heard of lately."""
+    """The token limit that holds at every engine replica: the smallest one reported within the last `ROOM_S`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._heard = clock, dict[int, float]()
 
     def heard(self, room: int) -> int:
-        """Note a replica's; returns the least."""
+        """Note the limit `room` of an engine replica; return the smallest limit."""
         now = self._clock()
         self._heard[room] = now
         self._heard = {each: at for each, at in self._heard.items() if at > now - ROOM_S}
@@ -83,48 +84,50 @@ class Rooms:
 
 
 class GoneError(Exception):
-    """The engine replica of an attempt is gone, silent or leaving."""
+    """The engine replica of an attempt is gone, silent or shutting down."""
 
 
 class ShedError(GoneError):
-    """Serve sheds the call: as many wait for the engine's deployment as its `max_queued_requests` allows."""
+    """Serve rejects the call: `max_queued_requests` calls already wait for the engine deployment."""
 
 
 class Attempt(Protocol):
-    """One submission of a request to some engine replica."""
+    """One submission of a request to an engine replica."""
 
     async def next(self, timeout_s: float) -> Item:
-        """The next item.
+        """Return the next item.
 
         Raises:
-            GoneError: none will come, or none came within the time.
+            GoneError: no item will come, or none came within `timeout_s`.
         """
         ...
 
     def close(self) -> None:
-        """Stop reading; the engine then drops the request, unless its last output was read."""
+        """Stop reading; the engine then aborts the request, unless its last output was read."""
         ...
 
 
 class EngineCalls(Protocol):
-    """Calls the engine replicas, and chooses which one; callers do not know how many there are."""
+    """Calls engine replicas. The implementation chooses the replica of each call."""
 
     def open(self, request: Request) -> Attempt:
-        """Submit a request to one of them; its first item is a `StreamSign`, or `Refused` when the queue is full."""
+        """Submit a request to one engine replica. The first item is a `StreamSign`; it is `Refused` if the queue is
+        full, or `Leaving` if the replica gives up its streams.
+        """
         ...
 
     async def call(self, method: str) -> Any:
-        """Call a method without arguments on one of them.
+        """Call a method without arguments on one engine replica.
 
         Raises:
-            GoneError: none answers.
-            ShedError: the queue of their deployment is full.
+            GoneError: no engine replica answers.
+            ShedError: the queue of the engine deployment is full.
         """
         ...
 
 
 class ResilientClient:
-    """Implements `EngineClient` over engine replicas that may die, be replaced, or not be there at all."""
+    """Implements `EngineClient` over engine replicas that may die, be replaced, or be absent."""
 
     def __init__(
         self,
@@ -135,10 +138,10 @@ class ResilientClient:
         patience_s: float,
         on_room: Callable[[int], None] = lambda room: None,
     ) -> None:
-        """`rank` is this replica's among the ingress replicas, for the seeds that it draws; see `Router`.
+        """`rank` is this replica's rank in the ingress deployment; it seeds the generator of request seeds (`Router`).
 
-        `on_resumed` is called per resumed stream, `on_room` with the room of each engine replica that answers. Streams
-        wait up to `patience_s` for an engine replica.
+        `on_resumed` is called once per resumed stream, `on_room` with the token limit of each engine replica that
+        answers a request. Streams wait up to `patience_s` for an engine replica.
         """
         self._on_room = on_room
         self._calls = calls
@@ -153,11 +156,11 @@ class ResilientClient:
         self._known = GangStatus(True)
 
     def end_streams(self) -> None:
-        """Do not resume streams from now on: the server is shutting down."""
+        """Stop resuming streams: the server is shutting down."""
         self._ending = True
 
     async def generate(self, request: Request) -> AsyncIterator[SequenceOutput]:
-        """Stream one output per step that gave the request tokens; see `EngineClient.generate`."""
+        """Yield the outputs of a request, across engine replicas if one is lost (`EngineClient.generate`)."""
         stream = OpenStream(self._seeds.fill(request))
         model, fruitless = "", 0
         while True:
@@ -171,7 +174,7 @@ class ResilientClient:
                 yield _ended(stream, "abort", f"it began on {model}, but {sign.model} is served now")
                 return
             model = sign.model
-            stream.begin()  # a `StreamSign` says no more than that it was taken
+            stream.begin()  # a `StreamSign` does not say when a step admits the request, so count it as begun now
             try:
                 while not stream.ended:
                     item = await attempt.next(self._silence_s)
@@ -196,13 +199,13 @@ class ResilientClient:
                 attempt.close()
 
     async def _place(self, stream: OpenStream) -> tuple[Attempt, StreamSign | None]:
-        """Submit a stream until an engine replica takes it; the sign is None when none did within `patience_s`. While a
-        service is redeployed with another model there are replicas of both: only one that knows these tokens is asked
-        to begin.
+        """Submit a stream until an engine replica takes it; the sign is None if none did within `patience_s`. During a
+        redeploy with another model, replicas of both models answer: a new stream begins only on a replica whose
+        `folders` are those of this ingress, since the prompt's token ids would mean other text elsewhere.
 
         Raises:
-            Overloaded: the queue is full, and the stream was never taken before.
-            ValueError: those that were asked have no room for it, and it was never taken before.
+            Overloaded: the queue is full, and no engine replica has taken the stream before.
+            ValueError: it is too long for `TRIES` engine replicas, and none has taken the stream before.
         """
         asked = stream.request
         need = len(asked.prompt_token_ids) - asked.resumed_tokens + asked.params.max_tokens
@@ -210,7 +213,7 @@ class ResilientClient:
         request, why, tries = stream.submission(), "", 0
         again = stream.submissions > 1
         while True:
-            # a new id for each try: the replica of an earlier one may still hold the old id
+            # Each try needs a new request id: the replica of an earlier try may still hold the old one.
             name = f"{stream.name}~{stream.submissions}.{tries}" if again or tries else stream.name
             attempt, taken = self._calls.open(replace(request, request_id=name)), False
             tries += 1
@@ -221,6 +224,7 @@ class ResilientClient:
                     if isinstance(item, StreamSign)
                     else getattr(item, "message", "it is leaving")
                 )
+                # A stream with tokens is placed on any model: `generate` then ends it if the model differs.
                 if isinstance(item, StreamSign) and (stream.dealt or item.folders == self._folders):
                     self._on_room(item.room)
                     taken = need <= item.room
@@ -244,17 +248,17 @@ class ResilientClient:
             await asyncio.sleep(RETRY_S)
 
     def full(self) -> Overloaded | None:
-        """Always None: only the engine replicas know; see `EngineClient.full`."""
+        """Return None always: only the engine replicas know whether they are full (`EngineClient.full`)."""
         return None
 
     async def status(self) -> GangStatus:
-        """Health and load of any one of the engine replicas; the last known one while Serve sheds this call too. See
-        `EngineClient.status`.
+        """Return health and load of one of the engine replicas (`EngineClient.status`). While Serve rejects the call
+        because its queue is full, return the last known status.
         """
         return await self._status.get()
 
     async def metrics(self) -> list[bytes]:
-        """Registry samples of all engine replicas and ranks, as far as they answer; see `EngineClient.metrics`."""
+        """Return the registry samples of all engine replicas and ranks that answer (`EngineClient.metrics`)."""
         return await self._samples.get()
 
     async def _ask_status(self) -> GangStatus:

@@ -1,4 +1,4 @@
-"""What a replica's REST routes are made of, loaded beside its gang."""
+"""Loads the parts that a replica's REST routes need, while its gang starts."""
 
 import asyncio
 import importlib
@@ -11,13 +11,13 @@ from cluster.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json")  # the first alone is read
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json")  # only the first can be read; see `load_rest`
 One = TypeVar("One")
 Other = TypeVar("Other")
 
 
 async def together(one: Coroutine[Any, Any, One], other: Coroutine[Any, Any, Other]) -> tuple[One, Other]:
-    """What both give; where one fails, at once, without waiting for what the other may still take to load."""
+    """Return the results of both coroutines. If one fails, cancel the other and raise at once."""
     tasks = asyncio.ensure_future(one), asyncio.ensure_future(other)
     try:
         first, second = await asyncio.gather(*tasks)
@@ -29,7 +29,7 @@ async def together(one: Coroutine[Any, Any, One], other: Coroutine[Any, Any, Oth
 
 
 class Rest(NamedTuple):
-    """What the REST routes are made of: `make_app`, the tokenizer (None without one), `ModelInfo` and `Grammars`."""
+    """The parts of the REST routes: `make_app`, the tokenizer (or None), and the classes `ModelInfo` and `Grammars`."""
 
     make_app: Any
     tokenizer: Any
@@ -38,12 +38,13 @@ class Rest(NamedTuple):
 
 
 def load_rest(config: EngineConfig, parsers: tuple[str | None, str | None]) -> Rest:
-    """What the REST routes are made of; in a thread, since the imports take seconds. `parsers` as in the settings."""
+    """Return the parts of the REST routes, for `AppSettings.parsers`. Call it in a thread: the imports take seconds."""
     ingress = importlib.import_module("cluster.api.http.routes")
     service = importlib.import_module("cluster.api.core.service")
     tokenizer = importlib.import_module("cluster.api.core.tokenizer").ChatTokenizer
     folder = config.tokenizer_path or config.model_path
     there = (Path(folder) / name for name in TOKENIZERS)
+    # With another format or a broken symlink, `tokenizer.load` below raises: better than serving token ids alone.
     has_tokenizer = config.tokenizer_path is not None or any(each.is_symlink() or each.is_file() for each in there)
     if not has_tokenizer:
         logger.warning("%s has no tokenizer: only token ids are served; set tokenizer_path to serve texts", folder)

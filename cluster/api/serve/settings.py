@@ -1,4 +1,4 @@
-"""The arguments of the Serve application, named as in Ray Serve LLM; what Aerie cannot honour is refused by name."""
+"""The arguments of the Serve application, named as in Ray Serve LLM. A setting that Aerie cannot honour is an error."""
 
 import re
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from cluster.config import ConfigError, EngineConfig, Settings, as_config_error,
 from cluster.observability.logs import LogFormat, LogSettings, default_path
 from cluster.paths.checkout import homes
 
-# Settings of Ray Serve LLM that Aerie does not honour, with the reason that the refusal gives.
+# Settings of Ray Serve LLM that Aerie does not honour, with the reason for the error message.
 FOREIGN: Mapping[str, str] = {
     "llm_engine": "the engine is Aerie's own",
     "lora_config": "LoRA adapters are not served",
@@ -26,7 +26,7 @@ FOREIGN: Mapping[str, str] = {
     "accelerator_config": "use accelerator_type and placement_group_config",
     "ingress_cls_config": "the ingress is Aerie's own",
 }
-ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\sA-Z*]+")  # as a browser sends it: lower case, nothing behind the port
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\sA-Z*]+")  # as browsers send it: lower case, nothing after the port
 DEPLOYMENT_OPTIONS = (
     "num_replicas",
     "max_ongoing_requests",
@@ -47,8 +47,8 @@ DEPLOYMENT_OPTIONS = (
 )
 
 
-# The router admits requests, by tokens, so Serve's own limit is set beyond reach. A stream may run for minutes, so a
-# replica that is shut down gets time to finish it, and on a redeploy its successor starts first.
+# The router admits requests by tokens, so max_ongoing_requests is set too high to matter. A stream may run for minutes,
+# so a replica gets time to finish its streams at shutdown, and on a redeploy its successor starts first.
 DEPLOYMENT_DEFAULTS: dict[str, Any] = {
     "max_ongoing_requests": 10_000,
     "graceful_shutdown_wait_loop_s": 0.5,
@@ -62,7 +62,7 @@ DEPLOYMENT_DEFAULTS: dict[str, Any] = {
 
 
 class ServingSettings(Settings):
-    """Base of the settings here: a key that Ray Serve LLM knows and Aerie does not honour gets its own message."""
+    """Base of the settings here. A key that Ray Serve LLM knows and Aerie does not honour has its own error message."""
 
     @model_validator(mode="before")
     @classmethod
@@ -75,7 +75,7 @@ class ServingSettings(Settings):
 
 
 class ModelLoadingConfig(ServingSettings):
-    """Which model, and under which name clients ask for it."""
+    """The folders or hub names of the model and the tokenizer, and the model name that clients use."""
 
     model_id: str = Field(min_length=1, description="the name that clients ask for")
     model_source: str | None = Field(
@@ -89,7 +89,7 @@ class ModelLoadingConfig(ServingSettings):
 
 
 class PlacementGroupConfig(ServingSettings):
-    """The resources of the ranks: `bundle_per_worker` for each, or `bundles` one by one."""
+    """The Ray resources of the ranks: `bundle_per_worker` for every rank alike, or `bundles`, one per rank."""
 
     bundle_per_worker: dict[str, float] | None = Field(
         default=None, description="{CPU: 1, GPU: 1}: what each rank has to itself"
@@ -111,7 +111,7 @@ class PlacementGroupConfig(ServingSettings):
 
 
 class LLMConfig(ServingSettings):
-    """One model and how it is deployed."""
+    """One model and its deployment options."""
 
     model_loading_config: ModelLoadingConfig = Field(description="which model, see below")
     engine_kwargs: dict[str, Any] = Field(default_factory=dict, description="settings of the engine, see above")
@@ -135,7 +135,7 @@ class LLMConfig(ServingSettings):
         return self
 
     def engine_config(self) -> EngineConfig:
-        """The settings of the engine; the model's source becomes `model_path`.
+        """Return the engine settings; `model_path` is the model's source, or its id if there is no source.
 
         Raises:
             ConfigError: an engine setting is unknown or wrong.
@@ -158,22 +158,22 @@ class LLMConfig(ServingSettings):
 
     @property
     def fixed_replicas(self) -> int | None:
-        """How many replicas there are at any time; None where Serve decides it."""
+        """The fixed number of replicas; None where Serve decides it (autoscaling)."""
         given = self.deployment_config.get("num_replicas", 1)
         return None if self.deployment_config.get("autoscaling_config") or not isinstance(given, int) else given
 
     @property
     def least_replicas(self) -> int:
-        """How many replicas, so gangs, there are to be at least, whatever the load."""
+        """The least number of replicas, and so of gangs, under any load; at least 1."""
         scaling = self.deployment_config.get("autoscaling_config")
         given = scaling.get("min_replicas", 1) if isinstance(scaling, Mapping) else self.fixed_replicas
         return max(1, given) if isinstance(given, int) else 1
 
     def device(self, gpus: float) -> tuple[Literal["cpu", "cuda"], str]:
-        """The device of every rank in a cluster with so many GPUs, and why it is this one.
+        """Return the device of every rank in a cluster with `gpus` GPUs, and the reason for the choice.
 
         Raises:
-            ConfigError: device is cuda, and the bundles reserve no GPU for each rank, or part of one, or several.
+            ConfigError: the device is cuda, and a bundle reserves no GPU, several, or (with several ranks) part of one.
         """
         placing = self.placement_group_config
         each = None if placing is None else placing.bundles or [placing.bundle_per_worker or {}]
@@ -187,8 +187,9 @@ class LLMConfig(ServingSettings):
         return device, why
 
     def layout(self, device: Device = "auto") -> Layout:
-        """The bundles of the gang, one per rank, for ranks on `device`. Where a redeploy may not start a replica beside
-        the old one (max_surge_percent 0), the gang also waits as long as that one may take to finish its streams.
+        """Return the bundles of the gang, one per rank, for ranks on `device`. With max_surge_percent 0 a redeploy
+        stops the old replica first, so the gang waits longer for its resources: by the time that the old replica may
+        take to finish its streams (`leaves_s`).
         """
         config = self.engine_config()
         options = {**DEPLOYMENT_DEFAULTS, **self.deployment_config}
@@ -211,7 +212,7 @@ class LLMConfig(ServingSettings):
 
 
 class AppSettings(ServingSettings):
-    """The `args` of the application: what stands under `applications[].args` in a Serve config."""
+    """The application's arguments: the mapping `applications[].args` of a Serve config."""
 
     llm_configs: list[LLMConfig] = Field(description="exactly one entry, or the path of a YAML file with it")
     ingress: Literal["direct", "resilient"] = Field(
@@ -255,7 +256,7 @@ class AppSettings(ServingSettings):
     @model_validator(mode="before")
     @classmethod
     def _load_files(cls, data: Any) -> Any:
-        """Let an entry of llm_configs be the path of a YAML file, as Ray Serve LLM does."""
+        """Replace an entry of llm_configs that is the path of a YAML file by its content, as Ray Serve LLM does."""
         if isinstance(data, Mapping) and isinstance(data.get("llm_configs"), str):
             data = {**data, "llm_configs": [data["llm_configs"]]}  # `serve run builder llm_configs=file.yaml`
         if isinstance(data, Mapping) and isinstance(data.get("llm_configs"), list):
@@ -277,7 +278,9 @@ class AppSettings(ServingSettings):
 
     @property
     def parsers(self) -> tuple[str | None, str | None]:
-        """The formats of calls and of thought, by our names; None leaves the choice to the model."""
+        """The names of the tool-call format and the reasoning format, in Aerie's spelling; None lets the model's chat
+        template decide.
+        """
         return named(self.tool_call_parser, self.reasoning_parser)
 
     @field_validator("allowed_origins")
@@ -307,17 +310,17 @@ class AppSettings(ServingSettings):
 
     @property
     def llm(self) -> LLMConfig:
-        """The one model."""
+        """The only entry of `llm_configs`."""
         return self.llm_configs[0]
 
     @property
     def drain_timeout_s(self) -> float:
-        """How long the replicas that hold the clients' connections wait for open calls when they shut down."""
+        """How many seconds the replicas that hold client connections wait for open calls at shutdown."""
         options = self.llm.deployment_config if self.ingress == "direct" else self.ingress_deployment_config
         return float({**DEPLOYMENT_DEFAULTS, **options}["graceful_shutdown_timeout_s"])
 
     def log(self, application: str) -> LogSettings:
-        """The log of this application on this node."""
+        """Return the path and format of this application's log on this node."""
         return LogSettings(str(Path(self.log_file or default_path(application)).absolute()), self.log_format)
 
 
@@ -329,7 +332,7 @@ def _check_options(name: str, options: Mapping[str, Any]) -> None:
 
 
 def parse(args: Mapping[str, Any]) -> AppSettings:
-    """Validate the application's arguments.
+    """Return the validated arguments of the application.
 
     Raises:
         ConfigError: one line per mistake, each naming its setting.
@@ -341,10 +344,11 @@ def parse(args: Mapping[str, Any]) -> AppSettings:
 
 
 def resolve_path(path: str) -> str:
-    """A path in a config, made absolute: from AERIE_HOME, the working directory, or the source checkout, in that order.
+    """Return a path of a config as an absolute path, found in AERIE_HOME, the working directory or the source checkout,
+    in that order.
 
-    `serve deploy` runs the application in another directory than its own, so the working directory alone is not
-    enough. A path that exists nowhere is returned as it is, for the engine to refuse.
+    The working directory alone is not enough, since `serve deploy` runs the application in another directory than its
+    own. A path that exists in none of them is returned unchanged; the engine then refuses it.
     """
     if Path(path).is_absolute():
         return path
@@ -355,17 +359,17 @@ def resolve_path(path: str) -> str:
 
 
 def resolve_engine_paths(config: EngineConfig) -> EngineConfig:
-    """The same config with its paths resolved on this machine."""
+    """Return a copy of the config with its paths resolved on this machine (`resolve_path`)."""
     names = ("model_path", "tokenizer_path", "speculative_draft_model_path", "speculative_token_map")
     found = {name: resolve_path(value) for name in names if (value := getattr(config, name)) is not None}
     return config.model_copy(update=found)
 
 
 def read_yaml(path: str) -> Any:
-    """The content of a YAML file.
+    """Return the content of a YAML file.
 
     Raises:
-        ConfigError: it is missing or is not YAML.
+        ConfigError: the file cannot be read or is not YAML.
     """
     try:
         return yaml.safe_load(Path(path).read_text())

@@ -33,14 +33,16 @@ def read_draft(
     overrides: Mapping[str, Any] | None = None,
     token_map: str | None = None,
 ) -> DraftSpec:
-    """Return the draft in `folder` for `target`. It follows from tensor names and shapes first, the config second; they
-    must agree. `shapes` has normalised names (`layers.0.*`, `fc_norm.i`, no `model.` prefix). `overrides` is the
-    setting `speculative_draft_overrides`, which decides facts that tensors cannot show. `token_map` is the file of the
-    setting `speculative_token_map`.
+    """Return the draft in `folder` for `target`. Tensor names and shapes decide first, the config second; both must
+    agree.
+
+    `shapes` has normalised names (`layers.0.*`, `fc_norm.i`, no `model.` prefix). `overrides` is the setting
+    `speculative_draft_overrides`, which decides facts that tensors cannot show. `token_map` is the file of the setting
+    `speculative_token_map`.
 
     Raises:
-        ConfigError: config and tensors disagree, the draft does not fit the target, or its format is not served; the
-            message gives both numbers.
+        ConfigError: config and tensors disagree, the draft does not fit the target, or the draft's format is not
+            served. The message gives both numbers that differ, or names the format.
     """
     file = "params.json" if is_native(shapes) else "config.json"
     keys = ConfigKeys(read_json(folder, file), folder, file)

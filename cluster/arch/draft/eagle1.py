@@ -1,7 +1,8 @@
 """EAGLE-1 and EAGLE-2 (arXiv 2401.15077, 2406.16858): the same weights; only the tree differs.
 
-x = fc([embed | target's post-norm hidden]), one Llama layer without a norm before its attention, no final norm, the
-target's embedding and head. If the config has no key `bias`, fc has one. FR-Spec: `d2t` picks rows of that head.
+A draft is: x = fc([embed | target's post-norm hidden]), then one Llama layer without a norm before its attention, and
+no final norm. Embedding and head are the target's. fc has a bias unless the config's key `eagle_fc_bias` or, if that is
+missing, `bias` is false. In a draft by FR-Spec, `d2t` picks rows of the target's head.
 """
 
 from cluster.arch.draft.facts import FactResolver
@@ -24,7 +25,7 @@ def read_eagle1(folder: str, outer: ConfigKeys, shapes: Shapes, target: TargetAr
     """Return the EAGLE-1/2 draft of this config and these shapes.
 
     Raises:
-        ConfigError: the two disagree or do not fit the target; the message gives both numbers.
+        ConfigError: config and shapes disagree or do not fit the target; the message gives both numbers.
     """
     keys = outer.section("model").over(outer.data)
     same_target(folder, keys, target)

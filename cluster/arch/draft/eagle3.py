@@ -26,7 +26,7 @@ def read_eagle3(folder: str, outer: ConfigKeys, shapes: Shapes, target: TargetAr
     """Return the EAGLE-3 draft of this config and these shapes.
 
     Raises:
-        ConfigError: the two disagree or do not fit the target; the message gives both numbers.
+        ConfigError: config and shapes disagree or do not fit the target; the message gives both numbers.
     """
     speculators = outer.data.get("speculators_model_type") is not None
     nested = outer.section("transformer_layer_config")
@@ -85,10 +85,11 @@ def read_eagle3(folder: str, outer: ConfigKeys, shapes: Shapes, target: TargetAr
 
 
 def later_layer(geometry: LayerGeometry, shapes: Shapes, prefix: str, hidden: int) -> DraftLayer:
-    """Return a layer after the first; its kind follows from the shape of its q_proj and from its tensors.
+    """Return a layer after the first. Its kind follows from its tensors:
 
-    If q_proj reads 2 H, the layer reads the embedding again (DeepSpec). If it reads H and there is a `hidden_norm`,
-    that is the norm before attention (SGLang). Otherwise it is an ordinary layer (ModelOpt, speculators, vLLM).
+    - q_proj has 2 H inputs: the layer reads the embedding again (DeepSpec).
+    - q_proj has H inputs, and there is a `hidden_norm`: `hidden_norm` is the norm before attention (SGLang).
+    - neither: an ordinary layer (ModelOpt, speculators, vLLM).
     """
     name = "q_proj" if geometry.latent is None else "q_a_proj"
     query = shapes.get(f"{prefix}.self_attn.{name}.weight", ())

@@ -1,7 +1,7 @@
 """Facts that a draft's tensors cannot show; each comes from an override, the config, or the format's convention.
 
-Sources: the checkpoint formats of speculators, SpecForge, ModelOpt, SGLang and vLLM. Reading aux layers one off lowered
-first-position acceptance from 45% to 10% (vLLM #43671).
+Sources: the checkpoint formats of speculators, SpecForge, ModelOpt, SGLang and vLLM. In one case, reading aux layers
+with an offset of one lowered the acceptance of the first draft token from 45% to 10% (vLLM #43671).
 """
 
 from collections.abc import Mapping
@@ -25,14 +25,18 @@ class FactResolver:
         """Oddities of a draft that is served nevertheless: sentences without the folder's name."""
 
     def choose(self, fact: str, value: Any, source: str) -> Any:
-        """Return the override of `fact` if there is one, else `value`, which comes from `source`; record the choice."""
+        """Return the override of `fact` or, without an override, `value`, which comes from `source`. Record the
+        choice.
+        """
         if fact in self._overrides:
             value, source = self._overrides[fact], OVERRIDE
         self.choices.append(ResolvedFact(fact, value, source))
         return value
 
     def flag(self, fact: str, keys: ConfigKeys, default: bool, convention: str) -> bool:
-        """Return a Boolean fact: the config's key of the same name, else `default`, whose source is `convention`."""
+        """Return a Boolean fact: the config's key of the same name or, if missing, `default` with the source
+        `convention`.
+        """
         given = keys.data.get(fact) is not None
         return bool(self.choose(fact, keys.flag(fact, default), "config" if given else convention))
 
@@ -46,14 +50,18 @@ def aux_boundaries(
 ) -> tuple[int, ...]:
     """Return the residual-stream boundaries that the draft reads; boundary j is the stream entering target layer j.
 
-    Ids come from `eagle_config.eagle_aux_hidden_state_layer_ids`, else the top-level list of that name, else DeepSpec's
-    `target_layer_ids`, else EAGLE-3's default (2, L // 2, L - 3); `num_aux_hidden_states` must be their count.
+    Ids come from the first of these that exists; `num_aux_hidden_states` must be the number of ids:
 
-    Numbering: a top-level list and speculators number boundaries. `eagle_config` and `target_layer_ids` number the
-    layer whose *output* is read, which is boundary id + 1. Exceptions that number boundaries: lists that contain L,
-    which is no layer's number (gpt-oss v3: SGLang #32334), and EAGLE-3's default boundaries (Kimi: SGLang #25454). The
-    default boundaries minus one number outputs in every format: conversions to speculators copy them from SpecForge's
-    `eagle_config`.
+    1. `eagle_config.eagle_aux_hidden_state_layer_ids`.
+    2. The top-level list `eagle_aux_hidden_state_layer_ids`.
+    3. DeepSpec's `target_layer_ids`.
+    4. EAGLE-3's default boundaries (2, L // 2, L - 3), for a target of L layers.
+
+    An id is either a boundary, or the number of a layer whose *output* is read, which is boundary id + 1. Ids of a
+    top-level list and of speculators are boundaries. Ids of `eagle_config` and `target_layer_ids` are layers, with two
+    exceptions that are boundaries: a list that contains L, which is no layer's number (gpt-oss v3: SGLang #32334), and
+    EAGLE-3's default boundaries (Kimi: SGLang #25454). The default boundaries minus one are layers in every format,
+    because conversions to speculators copy them from SpecForge's `eagle_config`.
 
     Raises:
         ConfigError: ids and count disagree, or the boundaries do not ascend within the target.

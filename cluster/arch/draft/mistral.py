@@ -1,8 +1,8 @@
 """Mistral's EAGLE drafts: params.json with consolidated.safetensors (SGLang #24058).
 
-x = eagle_linear([embed | target's post-norm hidden]), ordinary layers (layer 0 also has a norm before attention), rope
-over neighbouring pairs, llama-4's scaling of queries, a final norm, the target's embedding and head. Tensors decide
-between GQA and MLA, and params.json must agree, so that an MLA draft is never read as GQA.
+A draft is: x = eagle_linear([embed | target's post-norm hidden]), then ordinary layers (layer 0 also has a norm before
+attention), then a final norm. Rope is over neighbouring pairs, queries are scaled as in Llama 4, embedding and head are
+the target's. Tensors decide between GQA and MLA, and params.json must agree, so that an MLA draft is never read as GQA.
 """
 
 import re
@@ -36,7 +36,7 @@ def read_mistral(folder: str, params: ConfigKeys, shapes: Shapes, target: Target
     """Return the Mistral EAGLE draft of this params.json and these shapes.
 
     Raises:
-        ConfigError: the two disagree or do not fit the target; the message gives both numbers.
+        ConfigError: config and shapes disagree or do not fit the target; the message gives both numbers.
     """
     given = {key: value for key, value in params.data.items() if key not in NOT_SERVED}
     plain = mistral_native(ConfigKeys(given | {"sliding_window": None}, folder, "params.json"))
@@ -80,7 +80,9 @@ def _common(shapes: Shapes) -> Shapes:
 
 
 def _latent(params: ConfigKeys, plain: TargetArch) -> LayerGeometry:
-    """Return the dense MLA layer in DeepSeek's form; with `apply_scale`, YaRN scales the softmax, not cos and sin."""
+    """Return the dense MLA layer in DeepSeek's form. If `apply_scale` is true, YaRN scales the softmax instead of cos
+    and sin.
+    """
     g, yarn = plain.layer, plain.layer.rope.yarn
     data: dict[str, Any] = {key: params.data.get(key) for key in (*LATENT_KEYS, "qk_nope_head_dim", "qk_rope_head_dim")}
     data |= {

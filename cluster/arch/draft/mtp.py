@@ -1,8 +1,8 @@
 """MTP layers inside a target's checkpoint: DeepSeek and GLM NextN, Step-3.5, MiMo, Qwen3-Next.
 
-x = fc([norm(embed) | norm(hidden)]) (MiMo: hidden first), one full decoder layer, a norm, a head. Sources: the
-DeepSeek-V3 report (arXiv 2412.19437, 2.2), vLLM's and SGLang's loaders. Several layers form a draft runner list (SGLang
-#22954).
+A layer is: x = fc([norm(embed) | norm(hidden)]) (MiMo: hidden first), then one full decoder layer, a norm, and a head.
+Several MTP layers form a draft runner list (SGLang #22954). Sources: the DeepSeek-V3 report (arXiv 2412.19437, 2.2),
+vLLM's and SGLang's loaders.
 """
 
 import re
@@ -25,8 +25,8 @@ from cluster.config import ConfigError
 class MtpFormat:
     """A producer's names for the tensors of an MTP layer, and its conventions, which `DraftSpec` explains.
 
-    `prefix` precedes all names and `inner` those of the decoder layer; {index} is the layer's number. `joined` is the
-    name of fc; `names` rename parts of the decoder layer.
+    `prefix` precedes all names, with the layer's number as {index}; `inner` also precedes the names of the decoder
+    layer. `joined` is the name of fc. `names` rename parts of the decoder layer.
     """
 
     dialect: str
@@ -109,7 +109,7 @@ def read_mtp(folder: str, keys: ConfigKeys, shapes: Shapes, target: TargetArch, 
     """Return the MTP draft of this config and these shapes; the target's tensors in the same checkpoint are ignored.
 
     Raises:
-        ConfigError: the two disagree or do not fit the target; the message gives both numbers.
+        ConfigError: config and shapes disagree or do not fit the target; the message gives both numbers.
     """
     same_target(folder, keys, target)
     form, numbers = format_of(shapes)
@@ -161,7 +161,7 @@ def read_mtp(folder: str, keys: ConfigKeys, shapes: Shapes, target: TargetArch, 
 
 
 def _geometry(folder: str, keys: ConfigKeys, shapes: Shapes, form: MtpFormat, prefix: str) -> LayerGeometry:
-    """Return the decoder layer: latent attention as in DeepSeek, grouped heads with NextN experts as in GLM."""
+    """Return the decoder layer, with the target family's attention: latent as in DeepSeek, or grouped heads."""
     dense = any(f"{prefix}.mlp.{part}_proj.weight" in shapes for part in ("gate", "up", "down"))
     if form is QWEN:
         given = keys.over(NEXT_DEFAULTS)

@@ -1,7 +1,7 @@
 """`draft_sample.json`: a draft's output on some tokens, recorded when it was known to be right, and checked on load.
 
-A draft that is read wrongly still loads and serves; only the acceptance falls, by half or by a few percent. Its output
-at one position distinguishes every such mistake from rounding in any dtype.
+A draft that is read wrongly still loads and serves; only the acceptance falls, by half or by a few percent. The draft's
+output at one position shows such a mistake: the difference is larger than any rounding, in any dtype.
 """
 
 import math
@@ -15,8 +15,8 @@ FILE = "draft_sample.json"
 
 
 class Sample(NamedTuple):
-    """The `tokens` of a prompt, and the output of the draft's extend at the last one. The output is the recurrent
-    `hidden` `[H]`, the likeliest `token` (a target id) and that token's log-probability.
+    """The `tokens` of a prompt, and the output of the draft's extend at the last token: the recurrent `hidden` `[H]`,
+    the likeliest `token` (a target id) and that token's log-probability.
     """
 
     tokens: tuple[int, ...]
@@ -26,7 +26,7 @@ class Sample(NamedTuple):
 
 
 def read_sample(folder: str, vocab_size: int, width: int) -> Sample | None:
-    """Return the sample in a draft's folder; None if there is none.
+    """Return the sample in a draft's folder. Return None if the folder has no `draft_sample.json`.
 
     Raises:
         ConfigError: the file is malformed, or belongs to another draft.

@@ -1,5 +1,5 @@
-"""`DraftSpec`: every width, layer number and convention of a draft that speculation needs. It is resolved once, from
-tensor names and shapes first and the config second; no other code reads those keys.
+"""`DraftSpec`: every width, layer number and convention of a draft that speculation needs. A spec is resolved once,
+from tensor names and shapes first and the config second; no other code reads those keys of the config.
 """
 
 import re
@@ -23,8 +23,8 @@ class ResolvedFact(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DraftLayer:
-    """One draft layer. `pair`: its attention reads `[input_layernorm(embedding) | norm(hidden)]`, 2 H wide; else only
-    H. `hidden_norm` names the norm of the hidden state before attention.
+    """One draft layer. If `pair`, its attention reads `[input_layernorm(embedding) | norm(hidden)]`, 2 H wide;
+    otherwise only the hidden state, H wide. `hidden_norm` names the norm of the hidden state before attention.
     """
 
     geometry: LayerGeometry
@@ -34,21 +34,25 @@ class DraftLayer:
 
 @dataclass(frozen=True, slots=True)
 class DraftSpec:
-    """A resolved draft. Legend: H its width, Ht the target's, A the width of the target hidden that it reads at extend.
+    """A resolved draft. Legend: H the draft's width, Ht the target's width, A the width of the target's hidden states
+    that the draft reads at extend.
 
-    Entry j of `aux_boundaries` is the residual stream *entering* target layer j (`num_layers`: before the final norm).
-    `input_source`: the draft reads those, or the hidden after the target's final norm. `norm_before_fc`: one RMSNorm
-    over their concatenation; `fc_norm`: one for each. `fc` joins aux hidden states at extend (`eagle3`), or embedding
-    and hidden in every forward (other kinds), in `concat_order`, normed first if `pair_norms`. `norm_before_residual`:
-    the residual of a `pair` layer is the normed hidden. `recurrent`: the next level reads the output before or after
-    the final norm. `zero_first`: a runner's first row has a zero embedding. `query_scaling` (length, beta): queries at
-    position p are multiplied by 1 + beta log(1 + p // length).
-
-    The draft ranks all target ids, those of its `d2t` (`vocab_map`), or those of a separate file (`token_map`).
-
-    The draft runner list has `runners` models, each with these `layers`. If `chained`, runner i reads the output of
-    runner i - 1, else the target's hidden. `names` map the model's tensor names to the checkpoint's, applied in order;
-    {index} is `first_index` plus the runner's number.
+    - `input_source`: at extend the draft reads aux hidden states, or the hidden state after the target's final norm.
+    - `aux_boundaries`: a boundary j is the residual stream *entering* target layer j, or before the final norm if j is
+      the number of layers. The draft reads these boundaries as aux hidden states.
+    - `norm_before_fc`: one RMSNorm over the concatenated aux hidden states. `fc_norm`: one RMSNorm for each of them.
+    - `fc` joins aux hidden states at extend (kind `eagle3`), or embedding and hidden in every forward (other kinds), in
+      `concat_order`; if `pair_norms`, embedding and hidden are normed before.
+    - `norm_before_residual`: the residual of a `pair` layer is the normed hidden.
+    - `recurrent`: the next level reads the output before or after the final norm.
+    - `vocab_map`: the draft ranks the ids of its `d2t`. `token_map`: it ranks the ids of a separate file. Otherwise it
+      ranks all target ids.
+    - `zero_first`: a runner's first row has a zero embedding.
+    - `query_scaling` (length, beta): queries at position p are multiplied by 1 + beta log(1 + p // length).
+    - `runners`: the number of models in the draft runner list; each has these `layers`. If `chained`, runner i reads
+      the output of runner i - 1, otherwise the target's hidden.
+    - `names` map the model's tensor names to the checkpoint's, applied in order; {index} is `first_index` plus the
+      runner's number.
     """
 
     kind: Kind
@@ -112,7 +116,7 @@ class DraftSpec:
 
     @property
     def num_aux(self) -> int:
-        """The number of target hidden states that are read, concatenated from low to high layers."""
+        """The number of target hidden states that the draft reads, concatenated from low to high layers."""
         return len(self.aux_boundaries) if self.use_aux_hidden_state else 1
 
     @property
@@ -127,7 +131,9 @@ class DraftSpec:
         return name
 
     def ignored(self, runner: int = 0) -> tuple[str, ...]:
-        """Return patterns of stored tensors that a runner does not use: of the target, of other runners, or unused."""
+        """Return patterns of stored tensors that a runner does not use, such as those of the target or of other
+        runners.
+        """
         if self.runners == 1:
             return self.ignored_patterns
         others = "|".join(str(self.first_index + i) for i in range(self.runners) if i != runner)

@@ -1,7 +1,7 @@
 """FR-Spec's token map (arXiv 2502.14856): the ids that a draft ranks with the target's own head, read from a file.
 
-The file is a JSON list of ids, or safetensors with one tensor of ids; never a pickle. `map_doubts` checks the map that
-a draft's checkpoint holds itself.
+The file is a JSON list of ids, or safetensors with one tensor of ids; never a pickle. `map_doubts` checks the map
+`d2t` in a draft's own checkpoint.
 """
 
 import json
@@ -62,8 +62,9 @@ def _from_tensor(path: Path) -> list[int]:
 def map_doubts(folder: str, shapes: Shapes, size: int, vocab_size: int) -> list[str]:
     """Return doubts about the map `d2t` of `size` ids in a draft's folder.
 
-    A map of zeros stands for the target's first ids, but most likely was never filled in, unless a `t2d` confirms it. A
-    sparse file without data, as in an outline of a remote file, gives no doubt.
+    A `d2t` of only zeros means the target's first ids. If the checkpoint has no `t2d` as well, such a `d2t` was most
+    likely never filled in, and gives a doubt. A sparse file without data, as in an outline of a remote file, gives no
+    doubt.
 
     Raises:
         ConfigError: a file of the folder is missing or malformed.

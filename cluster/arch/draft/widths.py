@@ -14,8 +14,8 @@ from cluster.config import ConfigError
 
 
 def layer_count(folder: str, keys: ConfigKeys, shapes: Shapes) -> int:
-    """Return the number of layers by the config, 1 by default; the tensors must not hold more. A `midlayer` is the only
-    layer, even if the config, copied from the target, says otherwise.
+    """Return the number of layers by the config, 1 by default. The tensors must not hold more layers. A `midlayer` is
+    the only layer, even if the config, copied from the target, says otherwise.
 
     Raises:
         ConfigError: a tensor belongs to a later layer; the message names it.
@@ -38,8 +38,8 @@ def layer_count(folder: str, keys: ConfigKeys, shapes: Shapes) -> int:
 def draft_geometry(
     folder: str, keys: ConfigKeys, shapes: Shapes, prefix: str = "layers.0", partial: bool = False
 ) -> LayerGeometry:
-    """Return a layer's sizes. Heads come from the config, head_dim from `q_proj` if the config has none, biases from
-    tensors. `partial`: the format may rotate only a part of each head.
+    """Return a layer's sizes. The number of heads comes from the config, biases from tensors, head_dim from the config
+    or, if missing there, from `q_proj`. `partial`: the format may rotate only a part of each head.
 
     Raises:
         ConfigError: config and tensors disagree on a bias.
@@ -55,7 +55,7 @@ def draft_geometry(
         data["head_dim"] = query[0] // heads
     out, mlp = f"{prefix}.self_attn.o_proj.bias", f"{prefix}.mlp.up_proj.bias"
     queries = f"{prefix}.self_attn.q_proj.bias" in shapes
-    qwen = str(keys.data.get("model_type")) in ("qwen2", "mimo")  # their `attention_bias` means q, k and v only
+    qwen = str(keys.data.get("model_type")) in ("qwen2", "mimo")  # whose `attention_bias` means q, k and v only
     held = qwen and queries and keys.data.get("attention_bias") is True
     return replace(
         geometry_of(ConfigKeys(data, keys.where), partial=partial),
@@ -80,11 +80,11 @@ def latent_geometry(keys: ConfigKeys, dense: bool = True) -> LayerGeometry:
 
 
 def windows_of(keys: ConfigKeys, geometry: LayerGeometry, count: int, facts: FactResolver) -> tuple[LayerGeometry, ...]:
-    """Return every layer's geometry. `layer_types` lists which layers have the `sliding_window`; without it, all or
-    none do.
+    """Return every layer's geometry. `layer_types` lists which layers have the `sliding_window`. Without `layer_types`,
+    either all layers have the window or none.
 
-    In Qwen's configs `sliding_window` applies only if `use_sliding_window` is true. Llama's own config has no window;
-    if one is there without the other keys, it is applied to all layers and recorded as a doubt.
+    In Qwen's configs `sliding_window` applies only if `use_sliding_window` is true. Llama's own config has no window.
+    If such a config has only the key `sliding_window`, the window is applied to all layers and recorded as a doubt.
     """
     if keys.data.get("sliding_window") is None:
         return (geometry,) * count
@@ -97,8 +97,8 @@ def windows_of(keys: ConfigKeys, geometry: LayerGeometry, count: int, facts: Fac
 
 
 def note_window(facts: FactResolver, keys: ConfigKeys, used: int | None, reading: str, remedy: str) -> None:
-    """Record how a `sliding_window` was read that the draft's format does not define. `used` is the window of its
-    layers; None: full attention.
+    """Record how a `sliding_window` was read if the draft's format does not define that key. `used` is the window that
+    the layers have, or None for full attention.
     """
     kind, given = keys.data.get("model_type"), keys.data["sliding_window"]
     facts.choose("sliding_window", used, f"config.json has {given}, which type {kind} does not define")
@@ -116,7 +116,7 @@ def rope_layout(geometry: LayerGeometry, facts: FactResolver, convention: str, s
 
 
 def confirmed(folder: str, keys: ConfigKeys, key: str, name: str, present: bool) -> bool:
-    """Return `present`, whether the tensor `name` is there; the config's flag `key` must not deny it.
+    """Return `present`: whether the tensor `name` exists. If the config has the flag `key`, both must agree.
 
     Raises:
         ConfigError: the config says the opposite.
@@ -128,7 +128,7 @@ def confirmed(folder: str, keys: ConfigKeys, key: str, name: str, present: bool)
 
 
 class DraftVocabulary(NamedTuple):
-    """Where embedding and head come from, how many ids the draft ranks, and whether a `d2t` maps them."""
+    """Whose embedding and head the draft uses, how many ids it ranks (`size`), and whether a `d2t` maps those ids."""
 
     embed: Literal["own", "target"]
     head: Literal["own", "target", "tied"]
@@ -139,12 +139,12 @@ class DraftVocabulary(NamedTuple):
 def vocabulary_of(
     folder: str, keys: ConfigKeys, shapes: Shapes, target: TargetArch, hidden: int, mapped: bool = False
 ) -> DraftVocabulary:
-    """Return the draft's vocabulary; its size is the number of rows of the head, which `draft_vocab_size` must confirm.
+    """Return the draft's vocabulary. Its size is the number of rows of the head; `draft_vocab_size` must be the same.
 
-    `mapped`: a `d2t` may pick rows of the target's head; else a draft with a `d2t` must have its own head.
+    If `mapped`, a `d2t` may pick rows of the target's head. Otherwise a draft with a `d2t` must have its own head.
 
     Raises:
-        ConfigError: sizes disagree, or the draft needs the target's embedding or head, which does not fit.
+        ConfigError: sizes disagree, or the draft needs the target's embedding or head and that does not fit the draft.
     """
     own_embed, own_head = "embed_tokens.weight" in shapes, "lm_head.weight" in shapes
     size = keys.integer("draft_vocab_size", target.vocab_size)

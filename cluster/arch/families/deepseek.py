@@ -12,7 +12,7 @@ NAMES = ((r"\.mlp\.router\.correction$", ".mlp.gate.e_score_correction_bias"), (
 
 
 def deepseek_v3(keys: ConfigKeys) -> TargetArch:
-    """Return the target of `DeepseekV3ForCausalLM`. Layers from `num_hidden_layers` on are separate MTP drafts."""
+    """Return the target of `DeepseekV3ForCausalLM`. Layers from `num_hidden_layers` on are MTP drafts."""
     if not keys.flag("rope_interleave", True):
         raise ConfigError(f"{keys.file} of {keys.where!r}: rope_interleave false is not served")
     count = keys.integer("num_hidden_layers")

@@ -24,7 +24,7 @@ DEFAULTS = {
 
 
 def gemma3(keys: ConfigKeys) -> TargetArch:
-    """Return the target of `Gemma3ForCausalLM`: five local layers per global one; by default with a tied head."""
+    """Return the target of `Gemma3ForCausalLM`: five local layers per global layer, and by default a tied head."""
     count = keys.integer("num_hidden_layers")
     for key in ("attn_logit_softcapping", "use_bidirectional_attention"):
         if keys.data.get(key):
@@ -56,7 +56,7 @@ def gemma3(keys: ConfigKeys) -> TargetArch:
 
 
 def _local_rope(keys: ConfigKeys) -> Rope:
-    """Return the rope of local layers: as listed in `rope_parameters`, else `rope_local_base_freq` unscaled."""
+    """Return the rope of local layers: from `rope_parameters` if listed, otherwise `rope_local_base_freq`, unscaled."""
     if "sliding_attention" in keys.section("rope_parameters").data:
         return rope_of(_without(keys, "rope_scaling"), 10000.0, "sliding_attention")
     return Rope(keys.number("rope_local_base_freq", 10000.0))

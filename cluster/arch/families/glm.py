@@ -21,7 +21,9 @@ DEFAULTS = {
 
 
 def glm4_moe(given: ConfigKeys) -> TargetArch:
-    """Return the target of `Glm4MoeForCausalLM`: q, k, v may have biases. Extra layers are separate MTP drafts."""
+    """Return the target of `Glm4MoeForCausalLM`: q, k and v may have biases. Layers from `num_hidden_layers` on are MTP
+    drafts.
+    """
     keys = given.over(DEFAULTS)
     count = keys.integer("num_hidden_layers")
     dense = replace(geometry_of(keys, partial=True), out_bias=False, qk_norm=keys.flag("use_qk_norm"))

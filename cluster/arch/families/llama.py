@@ -15,7 +15,9 @@ def llama(keys: ConfigKeys) -> TargetArch:
 
 
 def mistral(keys: ConfigKeys) -> TargetArch:
-    """Return the target of `MistralForCausalLM`: a sliding window in all layers, by default 4096; none if null."""
+    """Return the target of `MistralForCausalLM`. All layers have the config's sliding window, by default 4096; null
+    means no window.
+    """
     count = keys.integer("num_hidden_layers")
     window = None
     if keys.data.get("sliding_window", 4096) is not None:
@@ -25,7 +27,7 @@ def mistral(keys: ConfigKeys) -> TargetArch:
 
 
 def ministral3(keys: ConfigKeys) -> TargetArch:
-    """Return the target of `Ministral3ForCausalLM`: Mistral without a default window, with scaling of queries."""
+    """Return the target of `Ministral3ForCausalLM`: Mistral with scaling of queries, without a default window."""
     scaling, given = scaling_of(keys), ConfigKeys({"sliding_window": None, **keys.data}, keys.where, keys.file)
     grown = None
     if scaling.data.get("llama_4_scaling_beta"):

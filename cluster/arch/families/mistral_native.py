@@ -35,8 +35,8 @@ END_OF_TEXT = 2
 
 
 def mistral_native(params: ConfigKeys) -> TargetArch:
-    """Return a dense Mistral target. The end token is always 2, as params.json never names it; 128,000 positions are
-    the default.
+    """Return a dense Mistral target. The end token is always 2, because params.json never names an end token. The
+    default maximum text length is 128,000.
 
     Raises:
         ConfigError: the model has experts, latent attention or a vision tower.
@@ -70,7 +70,7 @@ def mistral_native(params: ConfigKeys) -> TargetArch:
 
 
 def query_scaling(params: ConfigKeys) -> tuple[int, float] | None:
-    """Return how queries are scaled with the position, as (length, beta); None: not at all."""
+    """Return how queries are scaled with the position, as (length, beta); None if they are not scaled."""
     scaling = params.section("llama_4_scaling")
     if not scaling.data:
         return None

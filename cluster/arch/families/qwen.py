@@ -9,7 +9,7 @@ from cluster.config import ConfigError
 
 
 def qwen2(keys: ConfigKeys) -> TargetArch:
-    """Return the target of `Qwen2ForCausalLM`: q, k and v always have biases, the output never."""
+    """Return the target of `Qwen2ForCausalLM`: q, k and v always have biases, the attention output never has one."""
     layer = replace(geometry_of(keys), attention_bias=True, out_bias=False)
     return target_of(keys, "Qwen2ForCausalLM", _windows(keys, layer))
 
@@ -26,7 +26,7 @@ def qwen3(keys: ConfigKeys) -> TargetArch:
 
 
 def qwen3_moe(keys: ConfigKeys) -> TargetArch:
-    """Return the target of `Qwen3MoeForCausalLM`: `mlp_only_layers`, and layers between the sparse ones, are dense."""
+    """Return the target of `Qwen3MoeForCausalLM`. `mlp_only_layers`, and layers between the MoE layers, are dense."""
     count, step = keys.integer("num_hidden_layers"), keys.integer("decoder_sparse_step", 1)
     dense = replace(geometry_of(keys), qk_norm=True, sliding_window=_window(keys))
     moe = Moe(
@@ -52,7 +52,7 @@ NEXT_NAMES = (
 
 
 def qwen3_next_experts(keys: ConfigKeys) -> Moe:
-    """Return Qwen3-Next's experts: scored by a softmax over all, and a shared expert with a gate for every token."""
+    """Return Qwen3-Next's experts, scored by a softmax over all experts, and a gated shared expert for every token."""
     experts, active = keys.integer("num_experts", 512), keys.integer("num_experts_per_tok", 10)
     if active > experts:
         raise ConfigError(f"{keys.file} of {keys.where!r}: num_experts_per_tok {active} exceeds the {experts} experts")
@@ -67,13 +67,15 @@ def qwen3_next_experts(keys: ConfigKeys) -> Moe:
 
 
 def _window(keys: ConfigKeys) -> int | None:
-    """Return the sliding window, which applies only with `use_sliding_window`; else None."""
+    """Return the sliding window if `use_sliding_window` is true, otherwise None."""
     used = keys.flag("use_sliding_window") and keys.data.get("sliding_window", 4096) is not None
     return keys.integer("sliding_window", 4096) if used else None
 
 
 def _windows(keys: ConfigKeys, layer: LayerGeometry) -> tuple[LayerGeometry, ...]:
-    """Return the layers; with `use_sliding_window`, those from `max_window_layers` on have the sliding window."""
+    """Return the layers. If `use_sliding_window` is true, `layer_types` lists which layers have the sliding window;
+    without `layer_types`, layers from `max_window_layers` on have it.
+    """
     count, window = keys.integer("num_hidden_layers"), _window(keys)
     first = keys.data.get("max_window_layers", 28)
     default = [window is not None and i >= first for i in range(count)]

@@ -1,4 +1,4 @@
-"""LLaVA-style wrappers: a vision tower and a projector around a known language model; only text is served."""
+"""LLaVA-style wrappers: a language model that is served, with a vision tower and a projector that are ignored."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -28,7 +28,7 @@ TEXT: dict[str, Callable[[ConfigKeys], TargetArch]] = {
     "gemma3_text": gemma3,
 }
 SEVEN_B: Mapping[str, Any] = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
-# Values that published text_configs leave out, because they were defaults of their model type at the time.
+# Values that published text_configs leave out, because they were the model type's defaults at the time.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "llama": {**SEVEN_B, "intermediate_size": 11008, "vocab_size": 32000, "max_position_embeddings": 2048},
     "mistral": {
@@ -45,7 +45,7 @@ NOT_TEXT = (r"^(vision_tower|multi_modal_projector|mm_projector)\.",)
 
 
 def wrapped(keys: ConfigKeys, wrapper: str) -> TargetArch:
-    """Return the language model inside `wrapper`; its family is named after both."""
+    """Return the language model inside `wrapper`. Its family is named after the wrapper and the language model."""
     text = keys.section("text_config")
     kind = str(text.data.get("model_type") or "llama")
     if kind not in TEXT:

@@ -10,14 +10,14 @@ from cluster.config import ConfigError
 
 SCHEME = "hf://"
 HUB_NAME = "its name on a hub, ORGANISATION/NAME or ORGANISATION/NAME@REVISION"
-"""The end of help texts."""
+"""The end of help texts of options that accept a hub model."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """A model on a hub at a revision: a branch, a tag or a commit. `commit` is the full hash that the revision was
-    resolved to, empty before that.
+    """A model on a hub at a revision: a branch, a tag or a commit. `commit` is the full hash of the revision's commit,
+    or empty until the revision is resolved.
     """
 
     name: str
@@ -25,7 +25,9 @@ class HubModel:
     commit: str = ""
 
     def __str__(self) -> str:
-        """Return the form that settings hold once the commit is known; `hub_model` parses it."""
+        """Return the text that stands for this model in settings once the commit is known; `hub_model` parses this
+        text.
+        """
         return f"{SCHEME}{self.name}@{self.revision}" + (f"#{self.commit}" if self.commit else "")
 
     @property
@@ -35,7 +37,7 @@ class HubModel:
 
 
 def hub_model(text: str) -> HubModel | None:
-    """Return the hub model that `text` names; None if `text` is a path.
+    """Return the hub model that `text` names, or None if `text` is a path.
 
     An existing file or folder is a path, whatever its name. With the prefix `hf://`, `text` is always a name.
 
@@ -63,8 +65,8 @@ def hub_model(text: str) -> HubModel | None:
 
 
 def name_of(folder: str) -> str:
-    """Return the name of the model in `folder`: the folder's name or, for a snapshot in a hub cache
-    (models--ORGANISATION--NAME/snapshots/COMMIT), ORGANISATION/NAME.
+    """Return the name of the model in `folder`. For a snapshot in a hub cache
+    (models--ORGANISATION--NAME/snapshots/COMMIT), the name is ORGANISATION/NAME; otherwise it is the folder's name.
     """
     path = Path(folder)
     cache = path.parent.parent.name

@@ -26,11 +26,11 @@ RETRIES = 2  # after 1 and 2 seconds
 
 @contextmanager
 def outline(model: HubModel) -> Iterator[str]:
-    """A context manager: yields a folder with a model's configs and headers, which exists while the block runs.
+    """A context manager: yields a folder with a model's configs and headers. The folder exists while the block runs.
 
-    It is the snapshot in the cache if that is complete. Else it is a temporary folder whose weight files have their
-    header and their size but no data, except a draft's `d2t`. A ConfigError raised in the block names the model instead
-    of that folder.
+    If the snapshot in the cache is complete, its folder is yielded. Otherwise a temporary folder is yielded: its weight
+    files have their true size and header but no data, except a draft's `d2t`. A ConfigError raised in the block then
+    names the model instead of the temporary folder.
 
     Raises:
         ConfigError: the files cannot be fetched.
@@ -53,10 +53,10 @@ def outline(model: HubModel) -> Iterator[str]:
 
 
 def _write_header(snapshot: Snapshot, name: str, path: Path) -> None:
-    """Write the header of a remote safetensors file, and the data of `READ`, which is checked before weights are
-    loaded, into a sparse local file of the same size.
+    """Copy the header of a remote safetensors file, and the data of the tensors `READ`, into the file `path`: a sparse
+    file of the same size. That data is copied because it is checked before any weights are loaded.
 
-    The header's length is checked here only to limit the download; the reader of the file checks the rest.
+    Here the header's length is checked only to limit the download; `read_header` checks everything else.
     """
     assert snapshot.listed is not None, "a snapshot without a list of files has no names of weights"
     size = snapshot.listed[name].size
@@ -70,7 +70,7 @@ def _write_header(snapshot: Snapshot, name: str, path: Path) -> None:
     try:
         tensors = read_header(path)
     except ConfigError:
-        return  # the reader of the folder reports the same error
+        return  # code that reads the folder will report the same error
     for name, stored in tensors.items():
         if normal_name(name) in READ and stored.stop - stored.start <= LARGEST:
             with path.open("r+b") as file:
@@ -79,10 +79,10 @@ def _write_header(snapshot: Snapshot, name: str, path: Path) -> None:
 
 
 def _read(url: str, start: int, stop: int) -> bytes:
-    """Return bytes `start` to `stop - 1` of a remote file, and read no more than that, whatever the server sends.
+    """Return bytes `start` to `stop - 1` of a remote file. Stop reading after that, even if the server sends more.
 
     Raises:
-        OSError: the server does not send them.
+        OSError: the server does not send these bytes.
     """
     headers = {**build_hf_headers(), "Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
     timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT

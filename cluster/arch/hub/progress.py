@@ -19,11 +19,12 @@ BYTES = "huggingface_hub.snapshot_download"  # the library's name for the progre
 
 
 def watched(name: str, download: Callable[[type[tqdm]], object], check: Check | None = None) -> None:
-    """Run `download` with a class of progress bars, which draw on a terminal and log every `LOG_PERIOD_S` everywhere.
+    """Run `download` with a class of progress bars. A bar is drawn on a terminal only, but it always logs the progress
+    every `LOG_PERIOD_S`.
 
-    On an interrupt the library waits until each of its threads has finished its file. So the download runs in a
-    separate thread; after an interrupt, the next piece of data that arrives ends it. `check` is called every
-    `CHECK_PERIOD_S` meanwhile, and may raise to interrupt the download.
+    The library itself reacts to an interrupt only when each of its threads has finished its file. So the download runs
+    in a separate thread; after an interrupt, the next piece of data that arrives ends the download. During the download
+    `check` is called every `CHECK_PERIOD_S`, and may raise to interrupt it.
     """
     interrupted = threading.Event()
 

@@ -14,15 +14,15 @@ from cluster.config import ConfigError
 
 logger = logging.getLogger(__name__)
 
-REVISIONS_SHOWN = 5  # at most so many branches and so many tags
+REVISIONS_SHOWN = 5  # at most 5 branches and 5 tags
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 @contextmanager
 def explained(model: HubModel) -> Iterator[None]:
-    """A context manager: turns failures of the hub, the network or the disk into a ConfigError that says what was
-    tried, what went wrong and what to do.
+    """A context manager: turns failures of the hub, the network or the disk into a ConfigError. Its message says what
+    was tried, what went wrong and what to do.
     """
     try:
         yield
@@ -39,7 +39,7 @@ def _is_from_outside(error: Exception) -> bool:
 
 
 def not_cached(model: HubModel, missing: list[str]) -> ConfigError:
-    """Return the error for a model that is incomplete in the cache while the hub may not be contacted."""
+    """Return the error for a model whose `missing` files are not in the cache while the hub may not be contacted."""
     lacks = f"lacks {', '.join(missing[:3])}{' and others' if missing[3:] else ''} of it" if missing else "lacks it"
     return ConfigError(f"{_tried(model)}: {_offline(model, lacks)}")
 
@@ -85,7 +85,7 @@ def _why(model: HubModel, error: Exception) -> str:
 
 
 def _answered(model: HubModel, error: errors.HfHubHTTPError) -> str:
-    """Return what an error response of the hub means."""
+    """Return what the hub's error response means, and what to do."""
     token = "HF_TOKEN, or `hf auth login`," if get_token() is None else "the token that is set"
     page = f"{constants.ENDPOINT}/{model.name}"
     if isinstance(error, errors.GatedRepoError):
@@ -103,7 +103,7 @@ def _answered(model: HubModel, error: errors.HfHubHTTPError) -> str:
 
 def _revisions(model: HubModel) -> str:
     """Return some existing revisions, as the end of a sentence."""
-    with suppress(Exception):  # the message is complete without the list
+    with suppress(Exception):  # the error message makes sense without this list
         refs = HfApi().list_repo_refs(model.name)
         parts = []
         for kind, found in (("branches", refs.branches), ("tags", refs.tags)):
@@ -126,7 +126,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def no_room(model: HubModel, needed: int, free: int, folder: Path) -> ConfigError:
-    """Return the error for a disk that is too small, detected before the download; sizes in bytes."""
+    """Return the error for a disk that is too small, detected before the download. `needed` and `free` are bytes."""
     return ConfigError(
         f"{model.shown} needs {needed / 1e9:.2f} GB in {constants.HF_HUB_CACHE!r}, and the disk of {str(folder)!r} has "
         f"{free / 1e9:.2f} GB free; make room there, or set HF_HOME to a folder on another disk"
@@ -134,7 +134,9 @@ def no_room(model: HubModel, needed: int, free: int, folder: Path) -> ConfigErro
 
 
 def damaged(model: HubModel, wrong: dict[str, tuple[str, str]]) -> ConfigError:
-    """Return the error for downloads with wrong hashes; `wrong` maps a file name to the (found, listed) hashes."""
+    """Return the error for downloads with wrong hashes. `wrong` maps the name of a file to (the file's hash, the hub's
+    hash).
+    """
     files = "; ".join(f"{name} has hash {found}, and {listed} is listed" for name, (found, listed) in wrong.items())
     return ConfigError(
         f"{model.shown} from {constants.ENDPOINT} arrived damaged: {files}. What is damaged has been removed; start "

@@ -1,4 +1,4 @@
-"""The engine settings that may name hub models; each name is replaced by a commit, then by a folder."""
+"""The engine settings that may name hub models. A name is first pinned to a commit, then replaced by a folder."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,7 +15,7 @@ NAMES = (*WITH_WEIGHTS, "tokenizer_path")
 
 
 def hub_models(config: EngineConfig) -> dict[str, HubModel]:
-    """Return the hub models that the settings name, by setting; settings that name folders are left out."""
+    """Return the hub models that the settings name, by name of the setting. Settings that name folders are left out."""
     given = {name: getattr(config, name) for name in NAMES}
     found = {name: hub_model(text) for name, text in given.items() if text is not None}
     return {name: model for name, model in found.items() if model is not None}
@@ -27,8 +27,8 @@ def is_pinned(config: EngineConfig) -> bool:
 
 
 def pin(config: EngineConfig) -> EngineConfig:
-    """Return the settings with every hub name resolved to a commit, so that all processes load the same files. A name
-    that occurs in several settings is resolved once.
+    """Return the settings with every hub name resolved to a commit, so that all processes load the same files. If
+    several settings hold the same name, the name is resolved once.
 
     Raises:
         ConfigError: the model or revision does not exist, or neither the hub nor the cache can tell.
@@ -49,8 +49,9 @@ def describe(config: EngineConfig) -> EngineConfig:
 def fetch(config: EngineConfig, check: Check | None = None) -> EngineConfig:
     """Return the settings with hub names replaced by folders on this node that hold all files.
 
-    Missing files are downloaded by one process of the node, while others wait. Models that cannot be served are refused
-    first, from their configs and headers. `check` is called regularly during a download, and may raise to end it.
+    One process of the node downloads missing files, while other processes wait. Before the download, models that cannot
+    be served are refused by their configs and headers. `check` is called regularly during the download, and may raise
+    to end it.
 
     Raises:
         ConfigError: the files cannot be fetched, or the models cannot be served.
@@ -68,8 +69,8 @@ def fetch(config: EngineConfig, check: Check | None = None) -> EngineConfig:
 
 
 def folder_of(source: str, *, weights: bool = True) -> str:
-    """Return the folder `source` or, for a hub name, a folder on this node with the model's files: all files, or all
-    except the weights if `weights` is False.
+    """Return a folder on this node with a model's files; if `weights` is False, possibly without the weights. `source`
+    is returned unchanged unless it is a hub name.
 
     Raises:
         ConfigError: the files cannot be fetched.
@@ -80,7 +81,8 @@ def folder_of(source: str, *, weights: bool = True) -> str:
 
 @contextmanager
 def outlined(config: EngineConfig) -> Iterator[EngineConfig]:
-    """A context manager: yields the settings with folders to read configs and headers from; see `outline`.
+    """A context manager: yields the settings with every hub name replaced by a folder with configs and headers, as
+    yielded by `outline`.
 
     Raises:
         ConfigError: the files cannot be fetched.

@@ -1,4 +1,7 @@
-"""The files of one commit of a model in this node's cache: which are used, and how they are downloaded and verified."""
+"""The files of one commit of a model in this node's cache: which files are used, how they are downloaded and verified.
+
+A model's files are its weights and its description: configs, tokenizer and chat template (`DESCRIPTION`).
+"""
 
 import hashlib
 import json
@@ -41,7 +44,7 @@ DESCRIPTION = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""The files that are used besides the weights. Nothing else is downloaded: no pickles, GGUF or code."""
+"""The files that are used besides the weights. No other files are downloaded: no pickles, GGUF or code."""
 CONFIGS = ("config.json", "params.json")
 
 
@@ -49,8 +52,8 @@ CONFIGS = ("config.json", "params.json")
 class Snapshot:
     """The folder in the cache that holds, or will hold, the files of a commit.
 
-    `listed` are the files at the top level of the repository by name, with sizes and hashes. It is None if neither the
-    cache nor the hub could give the list; the folder is then used as it is.
+    `listed` maps the names of the files at the top level of the repository to their sizes and hashes. If neither the
+    cache nor the hub has this list, `listed` is None, and the folder is used as it is.
     """
 
     model: HubModel
@@ -58,21 +61,23 @@ class Snapshot:
     listed: Mapping[str, RepoFile] | None
 
     def lacks(self, names: Sequence[str]) -> list[str]:
-        """Return those of `names` that are not in the folder."""
+        """Return the entries of `names` that are not in the folder."""
         return [name for name in names if not (self.folder / name).exists()]
 
     @property
     def unverified(self) -> Path:
-        """The path of a file, beside the library's locks, that lists downloads whose hashes are not compared yet."""
+        """The path of a file that lists downloads whose hashes are not compared yet. It lies beside the library's
+        locks.
+        """
         repository = self.folder.parents[1]
         return repository.parent / ".locks" / repository.name / f"aerie-{self.model.commit}.json"
 
 
 def resolved(model: HubModel) -> HubModel:
-    """Return the model with the commit that its revision names now; if the hub is unreachable, the commit in the cache.
+    """Return the model with the commit that its revision names now. If the hub is unreachable, the cache decides.
 
     Raises:
-        ConfigError: the model or revision does not exist, or neither hub nor cache can tell.
+        ConfigError: the model or revision does not exist, or neither the hub nor the cache knows the commit.
     """
     if model.commit:
         return model
@@ -81,7 +86,7 @@ def resolved(model: HubModel) -> HubModel:
 
 
 def described(model: HubModel) -> Snapshot:
-    """Return the snapshot of a model, with all files except the weights in its folder.
+    """Return the snapshot of a model, after its description has been downloaded into its folder.
 
     Raises:
         ConfigError: the files cannot be fetched.
@@ -98,8 +103,8 @@ def described(model: HubModel) -> Snapshot:
 
 
 def whole(model: HubModel, check: Check | None = None) -> Snapshot:
-    """Return the snapshot of a model with all files, weights included. `check` is called regularly during the download,
-    and may raise to end it.
+    """Return the snapshot of a model, after all files, weights included, have been downloaded into its folder. `check`
+    is called regularly during the download, and may raise to end it.
 
     Raises:
         ConfigError: the files cannot be fetched.
@@ -118,7 +123,9 @@ def is_whole(snapshot: Snapshot) -> bool:
 
 
 def weights_of(snapshot: Snapshot) -> list[str]:
-    """Return the weight files that `weight_files` would choose in a folder, by name; empty if no list is known."""
+    """Return the names of the weight files, as `weight_files` would choose them in a folder with all listed files.
+    Empty if `listed` is None.
+    """
     if snapshot.listed is None:
         return []
     with tempfile.TemporaryDirectory(prefix="aerie-names-") as stand_in:
@@ -131,11 +138,13 @@ def weights_of(snapshot: Snapshot) -> list[str]:
 
 
 def mirror(snapshot: Snapshot, into: Path, *, sized: bool) -> None:
-    """Fill the empty folder `into` with an entry per listed file: a link if the file is a description in the cache,
-    else an empty file, or with `sized` a sparse file of its size.
+    """Fill the empty folder `into` with one entry per listed file.
+
+    A file of the description that is in the cache becomes a link. Any other file becomes a file without data: a sparse
+    file of the true size if `sized`, otherwise an empty file.
 
     Raises:
-        OSError: the disk cannot hold such a file.
+        OSError: the disk cannot hold a sparse file of that size.
     """
     for name, file in (snapshot.listed or {}).items():
         if name in DESCRIPTION and (snapshot.folder / name).exists():
@@ -146,8 +155,10 @@ def mirror(snapshot: Snapshot, into: Path, *, sized: bool) -> None:
 
 
 def _listed(model: HubModel, folder: Path) -> dict[str, RepoFile] | None:
-    """Return the files at the top level of the repository, from the cache or else from the hub. None if neither has the
-    list but files of the commit are in the cache, put there by hand or by an older version of the library.
+    """Return the list of files at the top level of the repository, from the cache or, if missing there, from the hub.
+
+    Return None if neither has the list, but configs of the commit are in the cache: put there by hand, or by an older
+    version of the library.
     """
     try:
         files = get_cached_repo_tree(model.name, revision=model.commit)
@@ -169,10 +180,10 @@ def _listed(model: HubModel, folder: Path) -> dict[str, RepoFile] | None:
 
 
 def _bring(snapshot: Snapshot, names: Sequence[str], check: Check | None = None) -> None:
-    """Download and verify missing `names`. Processes on this node that want the same files wait for the first one.
+    """Download and verify missing `names`. One process of this node downloads; other processes wait for it.
 
-    A file is trusted only after its hash was compared. Until then it is listed in `unverified`, so that a process that
-    dies in between leaves nothing that the next one would trust.
+    A file is trusted only after its hash was compared. Until then its name is listed in `unverified`. So if a process
+    dies during the download, later processes do not trust its files.
     """
     if not snapshot.lacks(names) and not snapshot.unverified.exists():
         return
@@ -188,7 +199,7 @@ def _bring(snapshot: Snapshot, names: Sequence[str], check: Check | None = None)
 
 
 def _download(snapshot: Snapshot, missing: list[str], check: Check | None) -> None:
-    """Download files into the cache; they are listed as unverified before the first byte arrives."""
+    """Download files into the cache. Their names are listed in `unverified` before the first byte arrives."""
     model, files = snapshot.model, snapshot.listed or {}
     size = sum(files[name].size for name in missing)
     disk = next(folder for folder in snapshot.folder.parents if folder.exists())
@@ -230,7 +241,9 @@ def _verify(snapshot: Snapshot) -> None:
 
 
 def _names_unverified(snapshot: Snapshot) -> list[str]:
-    """Return the names of unverified files; all files if the list itself is damaged, as on a full disk."""
+    """Return the names of unverified files. If the list is damaged, as on a full disk, all files count as
+    unverified.
+    """
     try:
         return list(json.loads(snapshot.unverified.read_text(encoding="utf-8")))
     except FileNotFoundError:

@@ -45,8 +45,7 @@ def read_header(path: Path) -> dict[str, TensorLocation]:
     """Return the tensors of one file by name.
 
     Raises:
-        ConfigError: it is not a readable safetensors file; the message names the file and, if one is at fault, the
-            tensor.
+        ConfigError: the file is not a readable safetensors file. The message names the file and any faulty tensor.
     """
     try:
         with path.open("rb") as file:
@@ -66,7 +65,7 @@ def read_header(path: Path) -> dict[str, TensorLocation]:
 
 
 def _remedy_without(path: Path) -> str:
-    """Return what to do about a missing weight file, depending on the other files of its folder."""
+    """Return what to do about a missing weight file. The advice depends on the other files of its folder."""
     folder = path.parent
     if (folder / INDEX).is_file():
         return "the index of the weights names it: the download was not finished, begin it again (hf download)"
@@ -79,7 +78,7 @@ def _remedy_without(path: Path) -> str:
 
 
 def parse_header(raw: bytes, size: int, path: Path) -> dict[str, TensorLocation]:
-    """Return the tensors that the JSON `raw` lists for a file of `size` bytes; they must cover its data exactly.
+    """Return the tensors that the JSON `raw` lists for a file of `size` bytes; they must cover the file's data exactly.
 
     Raises:
         ConfigError: as `read_header`.

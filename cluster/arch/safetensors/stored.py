@@ -1,4 +1,4 @@
-"""Names and shapes of the tensors in a safetensors folder, read from headers only."""
+"""Names and shapes of the tensors in a folder of safetensors files, read from headers only."""
 
 import json
 import re
@@ -21,17 +21,19 @@ RENAMES = (
 
 
 def normal_name(name: str) -> str:
-    """Return a common name: no `model.` prefix, `midlayer` as `layers.0`, legacy aux norms as `fc_norm.i`."""
+    """Return the normalised name of a tensor: without `model.`, with `layers.0` for `midlayer`, and with `fc_norm.i`
+    for legacy aux norms.
+    """
     for pattern, replacement in RENAMES:
         name = pattern.sub(replacement, name)
     return name
 
 
 def weight_files(folder: str) -> tuple[list[Path], dict[str, Path]]:
-    """Return a folder's weight files, and the file of each tensor that their index lists; empty without an index.
+    """Return a folder's weight files, and the file of each tensor in the index (empty without an index).
 
-    The files are `model.safetensors` or `consolidated.safetensors`, or those that the index of one of them lists; else
-    the only safetensors file of the folder, which AutoGPTQ names after its settings.
+    The files are `model.safetensors` or `consolidated.safetensors`, or the files that the index of one of these names
+    lists. If there is none of these, the folder's only safetensors file is used; AutoGPTQ names it after its settings.
 
     Raises:
         ConfigError: the folder is missing, its index is malformed, or it holds two sets of weights.
@@ -94,7 +96,7 @@ def stored_tensors(folder: str) -> dict[str, tuple[Path, str, TensorLocation]]:
 
 
 def left_out(folder: str) -> list[tuple[Path, str]]:
-    """Return the tensors in a folder's files that its index does not count: (file, name) pairs.
+    """Return the tensors in a folder's weight files that are not used, because of the index: (file, name) pairs.
 
     Raises:
         ConfigError: as `stored_tensors`.
@@ -117,7 +119,8 @@ def missing_tensor(folder: str, name: str) -> ConfigError:
 def name_on_disk(folder: str, name: str) -> str:
     """Return the checkpoint's name of a tensor, given its normalised name.
 
-    A missing tensor gets the prefix of its part of the model, else the prefix of the decoder.
+    If the checkpoint lacks the tensor, its name gets the prefix that other tensors of the same part of the model have,
+    or the decoder's prefix.
 
     Raises:
         ConfigError: as `stored_tensors`.
@@ -136,8 +139,8 @@ def name_on_disk(folder: str, name: str) -> str:
 
 
 def stored_shapes(folder: str) -> Shapes:
-    """Return the shape of every tensor of a folder by normalised name, including the unpacked shapes of packed
-    matrices.
+    """Return the shape of every tensor of a folder by normalised name. For a matrix packed in int32, the unpacked shape
+    is added.
 
     Raises:
         ConfigError: as `stored_tensors`.

@@ -12,8 +12,8 @@ from cluster.config import ConfigError
 Named = Iterator[tuple[str, tuple[int, ...]]]
 IGNORED = r"rotary_emb\.inv_freq$"
 ATTENTION_SCALES = r"\.self_attn\.(q|k|v|kv|prob)_scale$|\.self_attn\.([qkv])_proj\.(\2_scale|output_scale)$"
-"""Static scales of FP8 attention and FP8 KV caches from ModelOpt and compressed-tensors; ignored, as our cells have
-scales of their own.
+"""Static scales of FP8 attention and FP8 KV caches from ModelOpt and compressed-tensors. They are ignored, because our
+KV cells have scales of their own.
 """
 # Suffixes of the scales of a quantised tensor, appended to its name or in place of its `.weight`.
 COMPANIONS = re.compile(
@@ -23,7 +23,7 @@ COMPANIONS = re.compile(
 
 
 def target_tensors(arch: TargetArch) -> Named:
-    """Yield (name, shape) of every tensor that the target needs, by the layers' names, not the stored names."""
+    """Yield (name, shape) of every tensor that the target needs. Names are ours, not the checkpoint's."""
     yield "embed_tokens.weight", (arch.vocab_size, arch.hidden)
     for index, layer in enumerate(arch.layers):
         yield from layer_tensors(f"layers.{index}", layer)
@@ -105,21 +105,22 @@ def _experts(prefix: str, hidden: int, moe: Moe) -> Named:
 
 
 def _packed(name: str) -> tuple[tuple[str, ...], ...]:
-    """Return the sets of tensors that may replace `name`: those of MXFP4, of compressed-tensors, of AWQ and GPTQ."""
+    """Return the sets of tensors that may replace `name`: MXFP4's, compressed-tensors', and that of AWQ and GPTQ."""
     stem = name.removesuffix(".weight")
     beside = tuple(f"{stem}.{part}" for part in ("qweight", "qzeros", "scales"))
     return (f"{name}_blocks", f"{name}_scales"), (f"{stem}.weight_packed", f"{stem}.weight_scale"), beside
 
 
 def blank_biases(unknown: Collection[str], held: Collection[str]) -> list[str]:
-    """Return those of the `unknown` names that are biases of packed AWQ or GPTQ matrices, which are in `held`.
-    Quantisation tools write zero biases even for models without biases.
+    """Return the names in `unknown` that are biases of packed AWQ or GPTQ matrices in `held`. Quantisation tools write
+    zero biases even for models without biases.
     """
     return [name for name in unknown if name.endswith(".bias") and f"{name.removesuffix('.bias')}.qweight" in held]
 
 
 def check_tensors(folder: str, arch: TargetArch) -> None:
-    """Check the headers in `folder` against what `arch` needs. Scales and packed tensors are checked later, when read.
+    """Check the headers in `folder` against the tensors that `arch` needs. Scales and packed tensors are checked later,
+    when their data is read.
 
     Raises:
         ConfigError: a tensor is missing, unknown or of the wrong shape; the message names tensor and file.

@@ -1,8 +1,8 @@
-"""The attention primitive with FlashInfer: what is committed and whole texts by its kernels, the window by Triton's.
+"""The attention primitive with FlashInfer: its kernels attend committed tokens and prompts; Triton attends the window.
 
-Its kernels that take a mask are slower, and those for latents take none. So its pass over a tree's committed tokens is
-without one, and gives the logarithms of its sums; the program of Triton attends what comes after, by the ancestors'
-bits, and puts both together. It must equal `TorchAttention`.
+FlashInfer's kernels with a mask are slower, and those for latents take no mask. So FlashInfer attends a tree's
+committed tokens without a mask and returns log-sum-exps. The Triton kernel attends the rest by the ancestor bits and
+merges both. Results equal those of `TorchAttention` up to rounding.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,9 @@ from cluster.kv.pool import KVPool
 
 
 class FlashInferAttention(TritonAttention):
-    """Attends over one runner's pool. Triton's program attends whole what `shares` leave and what later runners see."""
+    """Attention over one runner's pool. Two things are left to Triton alone: layers that `shares` exclude, and forwards
+    with a limit `first` (those of later draft runners).
+    """
 
     def __init__(
         self,
@@ -32,7 +34,7 @@ class FlashInferAttention(TritonAttention):
         flashinfer: FlashInfer,
         shares: Sequence[Share],
     ) -> None:
-        """See `TorchAttention`; `shares` say of each layer what FlashInfer computes."""
+        """Bind to a pool. `shares` says for each layer what FlashInfer computes; the rest is as in `TorchAttention`."""
         assert pool.coded is None, "its FP8 caches have other scales than ours"
         super().__init__(pool, table, heads, sliding_windows, scale, value_dim)
         given = flashinfer, pool.kv, table.page_size, heads, self._scale
@@ -46,7 +48,7 @@ class FlashInferAttention(TritonAttention):
         self._texts: dict[int, WrapperPlan | None] = {}
 
     def prepare(self, bounds: HostBounds) -> None:
-        """A step within these bounds begins: FlashInfer plans it, outside the program."""
+        """Begin a step: plan FlashInfer's wrappers on the host, outside the captured program."""
         self._plans.begin(bounds)
 
     def bind(self, seen: AttentionMetadata) -> None:
@@ -82,6 +84,6 @@ class FlashInferAttention(TritonAttention):
         self._join(None, 0, bad[after:], sinks, self._read(plan, memory, q[after : after + plan.rows], out), out)
 
     def _read(self, plan: WrapperPlan, memory: Tensor, q: Tensor, out: Tensor, until: Tensor | None = None) -> Before:
-        """FlashInfer's pass, whose values go to `out`, where they are put together with the rest."""
+        """Run FlashInfer's attention. Its values go to `out`; later `_join` replaces them by the merged values."""
         values = out[: plan.rows].view(plan.rows, self._heads, self._value_dim)
         return Before(values, self._plans.reader.run(plan.wrapper, memory, q, values), until)

@@ -1,12 +1,13 @@
-"""What FlashInfer is planned for: of each step the forwards that the last one made, before it runs.
+"""FlashInfer plans of one runner. Before a step runs, the host plans the kinds of forward that the last step made.
 
-Its kernels take lengths from the plan, not from the device: those of family fa3, and all that read latents. So a plan
-never has a bound for a length. Of a tree it has the tokens that are committed for certain (`HostBounds.least`), and
-what a step under way has committed since is left to the program that reads the window anyway. A text's are known.
+FlashInfer's fa3 kernels, and all kernels for latents, take lengths from the plan, not from the device. So a plan must
+not hold an upper bound of a length. For a tree it holds the tokens that are certainly committed (`HostBounds.least`);
+Triton, which reads the window anyway, also reads the tokens that a step under way commits. Lengths of prompts are
+known.
 
-A program that is repeated holds what its wrapper launched with, so it has wrappers for graphs, with buffers that stay;
-before each run the host plans them anew, and compares (`Repeated`). Texts, whose number is no part of a program's key,
-have none: in such a program Triton attends them.
+A captured program holds its wrapper's launch arguments. So it has CUDA-graph wrappers with fixed buffers. Before each
+replay the host plans them again and compares the launch arguments (`Repeated`). Prompts have no such wrappers, since
+the number of chunks is not part of a program's key: in captured programs Triton attends them.
 """
 
 from collections.abc import Sequence
@@ -25,13 +26,14 @@ from cluster.kernels.attend import gpu
 from cluster.kernels.launch import launch
 from cluster.kv.page_table import PageTable
 
-LISTING = 128  # pages of a request, for one program
-KEPT = 16
+LISTING = 128  # pages of a request that one program lists
+KEPT = 16  # the most plans of a set; it has more only if the current step needs more
 
 
 class ForwardKey(NamedTuple):
-    """A kind of forward: trees of `each` rows a request, or with 0 the texts, seen back to `window` tokens before; in
-    programs that are repeated, of so many `requests`.
+    """A kind of forward. `each` is the number of tree rows per request, or 0 for prompts. `window` is the sliding
+    window of prompts as FlashInfer counts it, -1 for none. `requests` is the number of requests of a captured program;
+    it is 0 outside captured programs.
     """
 
     each: int
@@ -41,9 +43,10 @@ class ForwardKey(NamedTuple):
 
 @dataclass(slots=True)
 class WrapperPlan:
-    """Work that a `wrapper` is planned for, in step `step`, of `requests` with `rows` rows in all, the longest of which
-    has `pages` at most. The requests' pages are to be `listed` by `starts`; the first `until` `[n]` tokens are read.
-    All three are int32 on the device, and stay where they are if the wrapper has `buffers`.
+    """The plan of a `wrapper` in step `step`: `requests` requests with `rows` rows in all. A request has at most
+    `pages` pages. The pages of request i are written to `listed` from `starts[i]` on; the wrapper reads its first
+    `until[i]` tokens. `listed`, `starts` and `until` are int32 on the device. If `buffers` is set (captured programs),
+    their addresses never change.
     """
 
     wrapper: Any
@@ -58,26 +61,31 @@ class WrapperPlan:
 
 
 class RunnerPlans:
-    """The plans of one runner. There are two sets of wrappers, which take turns from step to step: while a step is
-    under way, its plan may be on its way to the device, out of memory that the wrapper's next plan is written to.
+    """The plans of one runner. Two sets of wrappers alternate from step to step: a wrapper copies its plan to the
+    device asynchronously, and its next plan would overwrite the host memory of a copy that is still under way.
     """
 
     def __init__(self, reader: CellReader, table: PageTable) -> None:
         self.reader = reader
         self._table, self._bounds, self._step = table, HostBounds(), 0
+        # Plans by buffer set (`HostBounds.turn`): those of eager steps, and those of captured programs.
         self._sets: tuple[dict[ForwardKey, WrapperPlan], dict[ForwardKey, WrapperPlan]] = ({}, {})
         self._stay: tuple[dict[ForwardKey, WrapperPlan], dict[ForwardKey, WrapperPlan]] = ({}, {})
         self._asked: list[ForwardKey] = []
 
     def begin(self, bounds: HostBounds) -> None:
-        """A step within these bounds begins; it probably asks for what the last one asked for."""
+        """Begin a step within these bounds: plan the kinds of forward that the last step had, as this step probably has
+        them too.
+        """
         self._step, self._bounds = self._step + 1, bounds
         asked, self._asked = self._asked, []
         for key in asked:
             self._planned(key)
 
     def tree(self, tree: TreeRows) -> WrapperPlan | None:
-        """What reads the tokens that are committed for certain; None where none are known, or nobody decodes."""
+        """Return the plan that reads a tree's certainly committed tokens. Returns None if there are none, if the bounds
+        do not say how many there are, or if a plan has no room for the rows.
+        """
         requests, each = tree.rows.shape[0], tree.bits.shape[1]
         if not requests or requests != len(self._bounds.least):
             return None
@@ -87,8 +95,8 @@ class RunnerPlans:
         return plan
 
     def text(self, text: PromptRows, window: int) -> WrapperPlan | None:
-        """What reads these texts, whose layers have a sliding window if `window` is not 0; None where the step was not
-        announced, or is repeated.
+        """Return the plan for prompts, in layers with a sliding `window` (0: none). Returns None in a program that may
+        be captured, if the bounds have no chunks, or if a plan has no room for the rows.
         """
         plan = None if repeats() else self._asked_for(ForwardKey(0, window - 1))
         if plan is not None:
@@ -121,7 +129,7 @@ class RunnerPlans:
 
     @torch.inference_mode()
     def _repeated(self, key: ForwardKey) -> WrapperPlan | None:
-        """The plan of a program that is repeated, made in this step, before the program is recorded."""
+        """Return the plan of a program that may be captured. The plan is made in the program's first, eager run."""
         if not self.reader.fits(key.each * key.requests):
             return None
         held = self._stay[self._bounds.turn]
@@ -136,7 +144,9 @@ class RunnerPlans:
 
     @torch.inference_mode()
     def again(self, key: ForwardKey, turn: int) -> dict[str, Any] | None:
-        """Plan for the step at hand what programs repeat; what that launches with, None if the step is another's."""
+        """Plan the current step for captured programs with this key and buffer set (`turn`); return the launch
+        arguments. Returns None if the step has another buffer set or another number of requests.
+        """
         least = self._bounds.least
         if turn != self._bounds.turn or len(least) != key.requests:
             return None
@@ -146,8 +156,10 @@ class RunnerPlans:
         return self.reader.launched(plan.wrapper)
 
     def _plan(self, plan: WrapperPlan, key: ForwardKey, rows: Sequence[int], lens: Sequence[int]) -> None:
-        """Requests of which nothing is known are planned with one token, which `until` says not to count: what becomes
-        of requests without any is not said of all kernels.
+        """Plan requests with `rows` rows and `lens` tokens each.
+
+        A length of 0 is planned as 1 token, because not all of FlashInfer's kernels document what they do with empty
+        requests. The merge ignores that token, because `until` is 0.
         """
         device, size = self._table.device_pages.device, self._table.page_size
         pages = [-(-max(1, count) // size) for count in lens]
@@ -170,7 +182,7 @@ class RunnerPlans:
         self.reader.plan(plan.wrapper, work)
 
     def _list(self, plan: WrapperPlan, rows: Tensor) -> None:
-        """List the pages of `rows`, the first of which are the plan's requests, as they are now on the device."""
+        """Write the current pages of the plan's requests to `listed`. Their table rows are the first of `rows`."""
         pages = self._table.device_pages
         grid = plan.requests, -(-plan.pages // LISTING)
         launch(gpu.list_pages, grid, pages, rows, plan.starts, plan.listed, pages.stride(0), BLOCK=LISTING)
@@ -178,8 +190,8 @@ class RunnerPlans:
 
 @dataclass(slots=True)
 class Repeated:
-    """A plan that a program repeats: called, the host plans it for the step at hand, and says whether that launches
-    with what the `first` plan of the program did.
+    """A check before each run of a captured program: plan the current step, and return whether the launch arguments
+    equal `first`, those of the program's first plan.
     """
 
     plans: RunnerPlans
@@ -188,7 +200,7 @@ class Repeated:
     first: dict[str, Any] | None = field(default=None, compare=False, repr=False)
 
     def __call__(self) -> bool:
-        """See `recorder.ahead`."""
+        """Plan the step; return False if the program does not fit the step and must run eagerly (`recorder.ahead`)."""
         launched = self.plans.again(self.key, self.turn)
         if self.first is None:
             self.first = launched

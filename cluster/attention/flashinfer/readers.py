@@ -1,4 +1,4 @@
-"""How FlashInfer is told of pages and asked for attention: of keys and values, and of latents. Knows no steps."""
+"""Calls of FlashInfer's wrappers, for caches of keys and values and for caches of latents. Knows nothing of steps."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -11,14 +11,15 @@ from cluster.kernels.flashinfer.launch import latent_launch, paged_launch
 from cluster.kernels.flashinfer.library import LATENT_LINES, LINES, FlashInfer
 
 WORKSPACE = 384 << 20
-"""Bytes for parts of long prefixes, which wrappers take turns in; FlashInfer recommends 128 MB for small models."""
+"""Bytes for partial results of long prefixes, shared by all wrappers. FlashInfer advises 128 MB for small models."""
 
 
 class AttentionWork(NamedTuple):
-    """n requests, the first `pages[i + 1] - pages[i]` pages of request i being `listed`, int32 on the device, from
-    `pages[i]` on: rows `rows[i]` to `rows[i + 1] - 1` see its first `lens[i]` >= 1 tokens, all of them, or if `causal`
-    as the last rows of a text, back to `window` tokens before themselves (-1: all). `uniform` is said of work that is
-    repeated: how many rows each request always has, and the most tokens that one can have.
+    """Attention of n requests. Request i has rows `rows[i]` to `rows[i + 1] - 1`, and `pages[i + 1] - pages[i]` pages,
+    which are in `listed` (int32, on the device) from `pages[i]` on. It has `lens[i]` >= 1 tokens, and each of its rows
+    sees all of them. If `causal`, its rows are the last of these tokens instead: each row sees itself and the tokens
+    before it, at most `window` of them (-1: all). `uniform` is set for captured programs only: the number of rows of
+    every request, and the most tokens of a request.
     """
 
     rows: Sequence[int]
@@ -31,9 +32,9 @@ class AttentionWork(NamedTuple):
 
 
 class GraphBuffers(NamedTuple):
-    """Memory on the device, int32, in which a wrapper for graphs keeps what its kernels read: of n requests the ends of
-    their `rows` `[n + 1]`, where their pages start `[n + 1]`, the pages `listed`, as many as they can have, and what it
-    tells lengths by, `lens` `[n]`.
+    """Fixed int32 device buffers of a CUDA-graph wrapper, for n requests: row offsets `rows` `[n + 1]`, page offsets
+    `starts` `[n + 1]`, page numbers `listed` (as many as n requests can have), and `lens` `[n]`: the number of tokens
+    in a request's last page (keys and values), or in the request (latents).
     """
 
     rows: Tensor
@@ -43,43 +44,43 @@ class GraphBuffers(NamedTuple):
 
     @classmethod
     def of(cls, requests: int, longest: int, device: torch.device) -> "GraphBuffers":
-        """Those of so many requests of at most `longest` pages."""
+        """Allocate buffers for `requests` requests of at most `longest` pages."""
         sizes = requests + 1, requests + 1, requests * longest, requests
         return cls(*(torch.zeros(size, dtype=torch.int32, device=device) for size in sizes))
 
 
 class CellReader(Protocol):
-    """One kind of cell."""
+    """FlashInfer for one kind of cell."""
 
     def wrapper(self, buffers: GraphBuffers | None = None) -> Any:
-        """A wrapper of FlashInfer's, with memory of its own for one plan; with `buffers`, one for graphs."""
+        """Return a FlashInfer wrapper with its own memory for one plan; for CUDA graphs if `buffers` is given."""
         ...
 
     def plan(self, wrapper: Any, work: AttentionWork) -> None:
-        """Have `wrapper` do this work from now on. It copies its plan to the device without waiting, out of memory that
-        its next plan is written to.
+        """Plan `work` for the next runs of `wrapper`. The plan is copied to the device asynchronously, from host memory
+        that the wrapper's next plan overwrites.
         """
         ...
 
     def run(self, wrapper: Any, memory: Tensor, q: Tensor, out: Tensor) -> Tensor:
-        """Attend, rows q `[T, nh, d]` over one layer's `memory` `[slots, ..]` -> `out` `[T, nh, dv]`; returns the
-        logarithms to base 2 of the sums, `[T, nh]`.
+        """Attend q `[T, nh, d]` over one layer's `memory` `[slots, ..]` into `out` `[T, nh, dv]`; return the
+        log-sum-exps to base 2, `[T, nh]`.
         """
         ...
 
     def launched(self, wrapper: Any) -> dict[str, Any]:
-        """All that `run` launches with, as `wrapper` is planned: two plans of which it is the same differ in nothing
-        but what lies in memory.
+        """Return the launch arguments of `run` under the current plan. Two plans with equal launch arguments differ
+        only in the contents of memory, so one CUDA graph serves both.
         """
         ...
 
     def fits(self, rows: int) -> bool:
-        """Whether one plan can have so many rows."""
+        """Return whether one plan can have `rows` rows."""
         ...
 
 
 class PagedReader:
-    """Cells of k and v `[2, nkv, d]`."""
+    """FlashInfer for cells of k and v, `[2, nkv, d]`."""
 
     def __init__(self, flashinfer: FlashInfer, pool: Tensor, page_size: int, heads: int, scale: float) -> None:
         """`pool` is `[layers, slots, 2, nkv, d]`."""
@@ -139,7 +140,7 @@ class PagedReader:
 
 
 class LatentReader:
-    """Cells of one latent `[1, 1, d]`, the first `value` numbers of which are the values of all heads."""
+    """FlashInfer for latent cells `[1, 1, d]` (MLA). The first `value` numbers are the value of all heads."""
 
     def __init__(
         self, flashinfer: FlashInfer, pool: Tensor, page_size: int, heads: int, scale: float, value: int
@@ -201,7 +202,7 @@ class LatentReader:
 
 
 def paged_view(memory: Tensor, page_size: int) -> Tensor:
-    """One layer `[slots, 2, nkv, d]` as FlashInfer has it, `[pages, 2, page_size, nkv, d]`: the same memory."""
+    """Return a view of one layer `[slots, 2, nkv, d]` in FlashInfer's shape `[pages, 2, page_size, nkv, d]`."""
     return memory.view(-1, page_size, *memory.shape[1:]).transpose(1, 2)
 
 
@@ -211,5 +212,5 @@ def _numbers(given: Sequence[int]) -> Tensor:
 
 @cache
 def workspace(device: torch.device) -> Tensor:
-    """The memory that all wrappers on a device work in, one after the other."""
+    """Return the workspace of a device. All wrappers share it, as their kernels run one after the other."""
     return torch.empty(WORKSPACE, dtype=torch.uint8, device=device)

@@ -1,1 +1,1 @@
-"""What is measured: a module per part of `aerie bench`, with `measure` and `show`."""
+"""The parts of `aerie bench`, one module each, with `measure` and `show`; and `aerie demo`."""

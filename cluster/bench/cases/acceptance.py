@@ -1,7 +1,8 @@
-"""`aerie bench acceptance`: how many of its draft's tokens the target accepts, on text neither was trained on.
+"""`aerie bench acceptance`: how many draft tokens the target accepts, on text that neither model was trained on.
 
-Accept length at T=0 and T=0.8. At T=1, acceptance by depth of a chain: when the draft ranks with the target's Gumbel
-noise, when it ranks by probability alone, and sum(min(p, q)), the most that any coupling of the two could accept.
+It measures accept length at T=0 and T=0.8, and acceptance by depth of a chain at T=1. At T=1 the draft's tokens are
+ranked with the target's Gumbel noise, and in a second run by probability only. Both are compared with sum(min(p, q)),
+the bound of any coupling of the target's distribution p and the draft's distribution q.
 """
 
 from collections.abc import Sequence
@@ -22,13 +23,13 @@ from cluster.engine import build_engine
 CHAIN = TreeChoice(5)
 GOALS = {CHAIN: {0.0: 2.8, 0.8: 2.4}, TreeChoice(5, 4, 24): {0.0: 3.3, 0.8: 3.0}}
 GOAL_OF_BOUND = 0.85
-SLACK = 1.25  # of a quick run, whose few prompts show the lengths less exactly
+SLACK = 1.25  # slack of a quick run: its few prompts measure accept lengths less exactly
 TEMPERATURES = (0.0, 0.8)
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Held-out prompts, and how far they are continued."""
+    """The number and length of held-out prompts, and the tokens to generate after each."""
 
     prompts: int = 40
     prompt_tokens: int = 64
@@ -39,7 +40,7 @@ QUICK = Size(prompts=8, new_tokens=32)
 
 
 def measure(pair: Pair, size: Size = Size(), say: Say = print) -> dict[str, Any]:
-    """Measure everything; JSON-ready."""
+    """Run all measurements and return the figures, JSON-ready."""
     goals = {str(shape): goal for shape, goal in GOALS.items()}
     lengths, identical = accept_lengths(pair, size, list(GOALS), say)
     say("acceptance: by depth at T=1")
@@ -55,7 +56,7 @@ def measure(pair: Pair, size: Size = Size(), say: Say = print) -> dict[str, Any]
 
 
 def goals(result: dict[str, Any]) -> list[Goal]:
-    """The goals of the demo pair: accept lengths, and how near the acceptance comes to its bound."""
+    """Return the demo pair's goals: accept lengths, and coupled acceptance as a share of its bound."""
     lengths = [
         Goal(f"accept length, {x['name']}, T={x['temperature']:g}", x["accept_length"], x["goal"], True, SLACK)
         for x in result["accept_lengths"]
@@ -64,7 +65,7 @@ def goals(result: dict[str, Any]) -> list[Goal]:
 
 
 def show(result: dict[str, Any]) -> str:
-    """The figures as tables, goals beside them."""
+    """Return the figures and goals as tables."""
     rows = [(x["name"], x["temperature"], x["accept_length"], x["goal"]) for x in result["accept_lengths"]]
     depths = [
         {
@@ -93,7 +94,7 @@ def show(result: dict[str, Any]) -> str:
 
 
 def heading(what: str, result: dict[str, Any]) -> str:
-    """The first line of a report: what was continued, and whether speculation changed the output."""
+    """Return the first line of a report: the prompts, and whether the tokens equal those of plain decoding."""
     return (
         f"{what}: {result['prompts']} held-out prompts of {result['prompt_tokens']} tokens, {result['new_tokens']} new,"
         f" EOS ignored; same tokens as plain decoding: {'yes' if result['identical'] else 'NO'}"
@@ -101,7 +102,7 @@ def heading(what: str, result: dict[str, Any]) -> str:
 
 
 def by_depth(pair: Pair, prompts: Texts, new_tokens: int) -> dict[str, Any]:
-    """Acceptance of a chain at T=1, ranked with the target's noise and by probability alone, and the bound."""
+    """Measure acceptance by depth of a chain at T=1, ranked with noise and by probability only, and the bound."""
     coupled, reached, ids = _watch(pair, prompts, new_tokens, alone=False)
     likeliest, reached_alone, _ = _watch(pair, prompts, new_tokens, alone=True)
     texts = [[*prompt, *made] for prompt, made in zip(prompts, coupled.tokens, strict=True)]
@@ -133,16 +134,18 @@ def by_depth(pair: Pair, prompts: Texts, new_tokens: int) -> dict[str, Any]:
 
 
 def bounds_of(reached: Sequence[Reached], texts: Texts, target: Transformers, ids: Tensor) -> list[float]:
-    """Sum(min(p, q)) of every reached context; a request's seed is the index of its text.
+    """Return sum(min(p, q)) for every reached context. A request's seed is the index of its text.
 
-    q is zero outside the draft's vocabulary `ids`, so only p at those ids counts.
+    q is zero outside the draft vocabulary `ids`, so only p at those ids counts.
     """
     p = [log_probabilities[:, ids].exp() for log_probabilities in target.log_probabilities(texts)]
     return [float(torch.minimum(p[r.seed][r.position - 1], r.glance.probabilities.float()).sum()) for r in reached]
 
 
 def _watch(pair: Pair, prompts: Texts, new_tokens: int, alone: bool) -> tuple[EngineRun, list[Reached], Tensor]:
-    """A run at T=1 with a recording draft, the depths it reached within the texts, and the draft's vocabulary."""
+    """Run a recording draft at T=1. Return the run, the reached depths (`Reached`), and the ids of the draft
+    vocabulary.
+    """
     engine, draft = watched_engine(pair.config(CHAIN, len(prompts)), alone)
     run = run_together(engine, prompts, [params_of(new_tokens, 1.0, seed) for seed in range(len(prompts))])
     ends = [len(prompt) + new_tokens for prompt in prompts]
@@ -150,7 +153,9 @@ def _watch(pair: Pair, prompts: Texts, new_tokens: int, alone: bool) -> tuple[En
 
 
 def accept_lengths(pair: Pair, size: Size, shapes: Sequence[TreeChoice], say: Say) -> tuple[list[dict[str, Any]], bool]:
-    """Accept length and acceptance by depth per setting and temperature; whether all tokens are plain decoding's."""
+    """Return, per tree and temperature, the accept length and the acceptance by depth; and whether all tokens equal
+    those of plain decoding.
+    """
     figures, same, prompts = [], True, pair.prompts(size.prompts, size.prompt_tokens)
     engines = {shape: build_engine(pair.config(shape, size.prompts)) for shape in (PLAIN, *shapes)}
     for temperature in TEMPERATURES:

@@ -1,6 +1,7 @@
-"""`aerie bench cache`: attention over a KV cache in FP8 against one in the dtype of the model, in turns in one run.
+"""`aerie bench cache`: attention over a KV cache in FP8 against a KV cache in the model's dtype, alternately in one
+run.
 
-What is compared is one layer: storing the new cells, and attention over a prefix of so many tokens for each request.
+One layer is measured: it stores the new cells, and computes attention over a prefix of a given length for each request.
 """
 
 from dataclasses import dataclass, replace
@@ -9,15 +10,15 @@ from typing import Any
 import torch
 
 from cluster.arch.layer import LayerGeometry
-from cluster.attention.bind import pool_bytes
 from cluster.bench.cases import kernels
 from cluster.bench.report import Say, machine, ratio, table
-from cluster.kernels.select import choose_kernels
+from cluster.engine.backends import select_kernels
+from cluster.kv.pool import pool_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The layer that is measured, how long prefixes are, and how often each cache has its turn."""
+    """The measured layer, the lengths of prefixes, the model's dtypes, and how often each cache is measured."""
 
     layer: LayerGeometry = kernels.LAYER
     prefixes: tuple[int, ...] = (512, 4096)
@@ -30,10 +31,10 @@ QUICK = Size(kernels.QUICK.layer, (128,), repeats=2)
 
 @torch.inference_mode()
 def measure(size: Size, say: Say = print) -> dict[str, Any]:
-    """Microseconds of each, and bytes of a token in one layer, JSON-ready."""
+    """Return the microseconds of each contender, and the bytes of a token in one layer, JSON-ready."""
     figures = []
     for dtype in size.dtypes:
-        serving, name = choose_kernels("auto", torch.device("cpu"), dtype), str(dtype).removeprefix("torch.")
+        serving, name = select_kernels("auto", torch.device("cpu"), dtype), str(dtype).removeprefix("torch.")
         plain, coded = (pool_bytes([size.layer], dtype, fp8) for fp8 in (False, True))
         say(f"cache: {name} and FP8, kernels in {serving.about}")
         for prefix in size.prefixes:
@@ -59,7 +60,7 @@ def measure(size: Size, say: Say = print) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> str:
-    """The figures as a table."""
+    """Return the figures as a table."""
     headers = (
         "dtype",
         "prefix",

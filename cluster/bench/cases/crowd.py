@@ -1,7 +1,7 @@
-"""`aerie bench crowd`: a rank is killed while streams are open and a queue waits behind them; how soon do all go on?
+"""`aerie bench crowd`: kill a rank while streams are open and requests queue; measure how soon all requests continue.
 
-At float64, whatever was killed, every request must end with the tokens of an undisturbed run (law 1), and every open
-request must be submitted to the new gang as soon as that serves.
+At float64, every request must end with the tokens of an undisturbed run (law 1 of docs/architecture.md). Every open
+request must be resubmitted as soon as the new gang serves.
 """
 
 from contextlib import suppress
@@ -21,7 +21,7 @@ POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Requests that decode (on all ranks together), requests that queue, tokens of each, and how often a rank dies."""
+    """Requests that decode (on all ranks together), requests that queue, tokens of each request, and kills."""
 
     streams: int = 16
     queued: int = 100
@@ -34,8 +34,9 @@ QUICK = Size(streams=4, queued=12, max_tokens=24, kills=1)
 
 @dataclass(slots=True)
 class KillRound:
-    """One kill. Of the requests `open` at that moment, `resumed` were submitted to the new gang, the last of them
-    `resumed_s` after /health was 200 again, and that was `healthy_s` after the kill. `cut` requests failed.
+    """One kill. `open` requests were unfinished at the kill; `resumed` requests were submitted to the new gang. /health
+    answered 200 again `healthy_s` after the kill, and the last request was resumed `resumed_s` after that. `cut`
+    requests failed; `different` requests got other tokens than without a kill.
     """
 
     killed: str
@@ -48,16 +49,16 @@ class KillRound:
 
     @property
     def failed(self) -> bool:
-        """Whether a request was not resumed, failed or got other tokens, or the server was not seen healthy again."""
+        """Whether a request failed, was not resumed or got other tokens, or the server never was healthy again."""
         return bool(self.cut or self.different or self.resumed < self.open or self.healthy_s is None)
 
 
 def measure(size: Size, say: Say) -> dict[str, Any]:
-    """Kill a rank under this load, `size.kills` times; see `KillRound`."""
+    """Kill a rank `size.kills` times while streams run; return a `KillRound` for each kill."""
     rounds: list[KillRound] = []
 
     def due(streams: list[ClientStream]) -> bool:
-        """Enough streams decode, and the replica has all other open requests in its queue."""
+        """Return whether enough streams decode and the replica has received all unfinished requests."""
         decoding = sum(len(s.token_ids) >= OPEN_TOKENS for s in streams) >= size.streams
         return decoding and counted(server.port, OPEN) >= sum(s.ended is None for s in streams)
 
@@ -80,7 +81,7 @@ def measure(size: Size, say: Say) -> dict[str, Any]:
 
 
 class Counter:
-    """Reads the count of resumed streams again and again, from the fault on."""
+    """Polls, from the fault on, how many streams have been resumed."""
 
     def __init__(self, port: int, fault: Fault) -> None:
         self.fault = fault
@@ -89,17 +90,19 @@ class Counter:
         self._times: list[tuple[float, float]] = []
 
     def look(self, streams: list[ClientStream]) -> None:
-        """Called repeatedly while the streams run; causes the fault in its time."""
+        """Cause the fault once it is due, and then poll the count. Call it repeatedly while the streams run."""
         self.fault.look(streams)
         if self.fault.seconds is not None and self.fault.seconds >= self._next_s:
             self._read(self.fault.seconds)
 
     def settle(self) -> tuple[float | None, int]:
-        """Seconds from the return of health until the last stream was resumed, and how many were."""
+        """Wait until the server is healthy again. Return the seconds from then until the last stream was resumed, and
+        the number of resumed streams. The seconds are None if the server was never healthy again.
+        """
         self.fault.settle()
         if self.fault.seconds is None:
             return None, 0
-        self._read(self.fault.seconds)  # once more after the end
+        self._read(self.fault.seconds)  # a last reading after the end
         most = max((count for _, count in self._times), default=0.0)
         last = next((when for when, count in self._times if count == most), 0.0)
         return None if self.fault.healthy_s is None else max(0.0, last - self.fault.healthy_s), int(most)
@@ -111,13 +114,13 @@ class Counter:
 
 
 def counted(port: int, name: str) -> float:
-    """The sum of a metric's samples, by /metrics: streams `RESUMED` so far, requests `OPEN` now."""
+    """Return the sum of a metric's samples on /metrics: `RESUMED` streams so far, or `OPEN` requests now."""
     lines = page(port, "/metrics").splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
 
 def show(result: dict[str, Any]) -> str:
-    """The kills as a table."""
+    """Return the kills as a table."""
     names = ("killed", "open", "resumed", "cut", "different", "healthy_s", "resumed_s")
     headers = ["killed", "open then", "resumed", "cut", "different", "200 again s", "all resumed after s more"]
     return table(headers, [[r[name] for name in names] for r in result["rounds"]])

@@ -1,7 +1,7 @@
-"""`aerie demo`: serve the demo pair, stream eight prompts at once, and show what speculation gained.
+"""`aerie demo`: serve the demo pair, stream eight prompts at once, and show the gain of speculation.
 
-It takes the path of any user: `aerie serve`, HTTP, server-sent events. The server runs twice, with and without
-speculation; tokens are compared, and speeds as medians over several rounds.
+Requests take the same path as a user's: `aerie serve`, HTTP, server-sent events. The server runs twice, with and
+without speculation. The tokens of both runs are compared, and the medians of their speeds over several rounds.
 """
 
 import argparse
@@ -40,7 +40,9 @@ PROMPTS = (
 
 @dataclass(slots=True)
 class Side:
-    """What one server gave: the rounds of all prompts at once, those of the first prompt alone, and counts by rank."""
+    """The results of one server. `together`: rounds of all prompts at once. `alone`: rounds of only the first prompt.
+    `left`: how many processes outlived the server and were killed.
+    """
 
     startup_s: float = 0.0
     together: list[list[ClientStream]] = field(default_factory=list)
@@ -50,12 +52,12 @@ class Side:
 
     @property
     def streams(self) -> list[ClientStream]:
-        """Every measured stream."""
+        """All measured streams."""
         return [stream for streams in (*self.together, *self.alone) for stream in streams]
 
     @property
     def failed(self) -> int:
-        """How many streams did not end with all their tokens."""
+        """The number of streams that did not end with all their tokens."""
         return sum(stream.error is not None for stream in self.streams)
 
 
@@ -68,10 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve, stream, compare, report. 0 when nothing failed and both sides gave the same tokens, else 1.
+    """Serve, stream, compare and report. Return 0 if nothing failed and both servers gave the same tokens, else 1.
 
     Raises:
-        ConfigError: no config is given, and the demo's is not in this installation.
+        ConfigError: no config is given, and this installation has no demo config.
         ServerError: the server did not start.
     """
     signal.signal(signal.SIGTERM, _interrupted)
@@ -106,7 +108,7 @@ def _serve_and_stream(title: str, args: argparse.Namespace, settings: list[str])
 
 
 def stream_rounds(port: int, title: str, max_tokens: int, rounds: int) -> Side:
-    """All prompts at once and the first one alone, `rounds` times, after a warm-up that is not measured."""
+    """After an unmeasured warm-up, stream `rounds` times: all prompts at once, then only the first prompt."""
     model = served_model(port)
     run_together(port, model, PROMPTS, min(WARM_UP_TOKENS, max_tokens))
     side, before = Side(), read_ranks(port)
@@ -119,7 +121,7 @@ def stream_rounds(port: int, title: str, max_tokens: int, rounds: int) -> Side:
 
 
 def compare(spec: Side, plain: Side) -> dict[str, Any]:
-    """The figures of both sides, and where their tokens differ; JSON-ready."""
+    """Return the figures of both sides, and where their tokens differ, JSON-ready."""
     both, both_plain = median([pace(s) for s in spec.together]), median([pace(s) for s in plain.together])
     one, one_plain = median([pace(s) for s in spec.alone]), median([pace(s) for s in plain.alone])
     differences = _differences(spec, plain)
@@ -145,7 +147,7 @@ def compare(spec: Side, plain: Side) -> dict[str, Any]:
 
 
 def prompt_table(spec: Side, plain: Side) -> str:
-    """One line per prompt, medians over the rounds."""
+    """Return a table with one line per prompt, of medians over the rounds."""
     rows = []
     for at, prompt in enumerate(PROMPTS):
         mine, other = [r[at] for r in spec.together], [r[at] for r in plain.together]
@@ -164,7 +166,7 @@ def prompt_table(spec: Side, plain: Side) -> str:
 
 
 def summary_table(result: dict[str, Any]) -> str:
-    """The figures of both sides in columns."""
+    """Return a table with a column for each side."""
     rows = [
         (name, result[key], result[f"{key}_plain"], last)
         for name, key, last in (
@@ -180,7 +182,7 @@ def summary_table(result: dict[str, Any]) -> str:
 
 
 def _differences(spec: Side, plain: Side) -> list[dict[str, Any]]:
-    """Every round of both sides against the first round without speculation."""
+    """Return where the tokens of any round, of either side, differ from the first round without speculation."""
     if not plain.together:
         return []
     truth = [stream.token_ids for stream in plain.together[0]]

@@ -1,7 +1,7 @@
-"""`aerie bench faults`: processes of a server die, freeze or slow down while streams are open; what do clients see?
+"""`aerie bench faults`: kill, freeze or slow down processes of a server with open streams; measure what clients see.
 
-It starts its own `aerie serve` on loopback, hurts nothing else, and stops by itself. At float64 the tokens of every
-stream must be those of an undisturbed run, since they depend on prompt, settings and seed alone (law 1).
+It starts its own `aerie serve` on loopback, touches no other process, and ends by itself. At float64, every stream must
+have the tokens of an undisturbed run: tokens depend only on prompt, settings and seed (docs/architecture.md, law 1).
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,9 @@ from cluster.bench.streams import Prompt, errors_of, run_together
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How many streams of how many tokens, and the rounds: (ingress, faults, each a verb and its victim)."""
+    """The number of streams, the tokens per stream, and the rounds, as (ingress, faults). A fault is a verb and a
+    victim, such as "kill rank 0".
+    """
 
     streams: int = 16
     max_tokens: int = 192
@@ -34,7 +36,10 @@ QUICK = Size(
 
 @dataclass(slots=True)
 class FaultRound:
-    """One fault in a server with open streams. Seconds of health count from that moment; `named` is what was blamed."""
+    """The result of one fault. `cut` streams failed; `different` streams got other tokens. For `unhealthy_s` and
+    `healthy_s` see `Fault`. `noticed_s` is how long the server took to notice, by its own report. `named` is the rank
+    that the server blames or, if a rank was slowed down, the slowest rank.
+    """
 
     ingress: str
     what: str
@@ -55,7 +60,7 @@ class FaultRound:
 
 
 def measure(size: Size, say: Say) -> dict[str, Any]:
-    """Run every round; see `FaultRound` for what is noted of each."""
+    """Run every round. Return a `FaultRound` for each fault, and sums over all of them."""
     rounds: list[FaultRound] = []
     for ingress, todo in size.rounds:
         with ServerProcess([*GANG, f"ingress={ingress}"]) as server:
@@ -77,13 +82,15 @@ def measure(size: Size, say: Say) -> dict[str, Any]:
 
 
 def prompts_of(count: int) -> list[Prompt]:
-    """`count` prompts, every second one sampled at T=0.8 with its own seed."""
+    """Return `count` prompts; every second one is sampled at T=0.8 with a seed of its own."""
     texts = [prompt.text for prompt in PROMPTS]
     return [Prompt(texts[i // 2 % len(texts)], 0.8 if i % 2 else 0.0, 100 + i) for i in range(count)]
 
 
 def one_round(server: ServerProcess, work: StreamLoad, ingress: str, what: str) -> FaultRound:
-    """Open the streams, cause the fault `what` once all of them have tokens, wait for their ends, and compare."""
+    """Open the streams, cause the fault `what` once every stream has tokens, wait for the end of all streams, and
+    compare their tokens.
+    """
     fault = Fault(server, what, lambda streams: all(len(s.token_ids) >= OPEN_TOKENS or s.ended for s in streams))
     streams = run_together(server.port, work.model, work.prompts, work.max_tokens, fault.look)
     fault.settle()
@@ -104,7 +111,7 @@ def one_round(server: ServerProcess, work: StreamLoad, ingress: str, what: str) 
 
 
 def slowest(after: Sequence[dict[str, Any]], before: Sequence[dict[str, Any]]) -> str:
-    """The rank with the longest own time per step (collectives excluded), and its factor over the fastest rank's."""
+    """Return which rank took the longest per step, collectives excluded, and how many times longer than the fastest."""
     earlier = {rank["rank"]: rank for rank in before}
     own = {
         r["rank"]: (r["own_seconds"] - earlier[r["rank"]]["own_seconds"])
@@ -118,7 +125,7 @@ def slowest(after: Sequence[dict[str, Any]], before: Sequence[dict[str, Any]]) -
 
 
 def show(result: dict[str, Any]) -> str:
-    """The rounds as a table."""
+    """Return the rounds as a table."""
     names = ("ingress", "what", "cut", "different", "noticed_s", "unhealthy_s", "healthy_s", "named")
     headers = ["ingress", "done", "cut", "different", "noticed s", "503 after s", "200 again s", "named"]
     rounds = table(headers, [[r[name] for name in names] for r in result["rounds"]])

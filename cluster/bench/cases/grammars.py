@@ -1,10 +1,16 @@
-"""`aerie bench grammars`: what a grammar costs, and what the nodes that it forces gain, side by side in one run.
+"""`aerie bench grammars`: the cost of a grammar, and the gain of forced nodes, in one run. A forced node is a
+node of the draft tree with the only token that the grammar allows there.
 
-The same prompts four times: free, held to schemas with masks alone, with forced nodes where they cost little, as is the
-default, and with eight in every step. Free output has another accept length, so it is compared by steps per second;
-the time up to the first token is measured by itself and taken off, because it is shared by other numbers of steps.
-Contenders take turns; ratios are taken within a repeat. Then the same question over vocabularies of real models' sizes,
-which the pair does not have: `cluster.bench.real_sized`.
+The same prompts run in four ways:
+
+- free: without a grammar.
+- masks: with a schema, by token bitmasks only.
+- forced: with forced nodes where they cost little (the default).
+- eight: with eight forced nodes in every step.
+
+Free output has another accept length, so steps per second are compared. The time to the first token is measured
+separately and subtracted, because the numbers of steps differ. Contenders take turns; ratios are taken within a repeat.
+Then `cluster.bench.real_sized` measures the cost with vocabularies of real models' sizes.
 """
 
 import json
@@ -39,7 +45,9 @@ NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much is measured: `prompts` of `prompt_tokens` tokens, answers of at most `new_tokens`."""
+    """The size of a measurement: `prompts` of `prompt_tokens` tokens, answers of at most `new_tokens` tokens. `real` is
+    the size of the measurement `real_sized`.
+    """
 
     prompts: int = 8
     prompt_tokens: int = 32
@@ -52,8 +60,8 @@ QUICK = Size(prompts=4, new_tokens=40, repeats=1, real=real_sized.QUICK)
 
 
 def schema_of(names: Sequence[str]) -> dict[str, Any]:
-    """A list of objects with these members, of strings, numbers and a choice of two; it is longer than any answer, so
-    that all requests of a batch run until its end, as free ones do.
+    """Return the schema of a list of objects with these members: strings, integers and an enum. The list must be longer
+    than any answer, so all requests of a batch reach `new_tokens`, as free output does.
     """
     kinds = ({"type": "string", "maxLength": 8}, {"type": "integer", "minimum": 0, "maximum": 999})
     members: dict[str, Any] = {name: kinds[at % 2] for at, name in enumerate(names[:-1])}
@@ -63,7 +71,7 @@ def schema_of(names: Sequence[str]) -> dict[str, Any]:
 
 
 def compiled(pair: Pair, config: EngineConfig, compact: bool) -> list[str]:
-    """The schemas over the pair's tokens."""
+    """Return the schemas of all `NAMES`, compiled for the pair's vocabulary."""
     engine = build_engine(config)
     tokenizer, ends = TextTokenizer.load(pair.target), engine.info().eos_token_ids
     worker = Worker(Vocabulary.of(tokenizer, engine.info().vocab_size, ends))
@@ -110,7 +118,7 @@ def _params(size: Size, temperature: float, seed: int, grammar: str | None) -> R
 
 
 def _figures(runs: dict[str, list[Steady]]) -> dict[str, Any]:
-    """Of all repeats but the first, which warms up."""
+    """Return the figures. The first repeat is a warm-up and is left out."""
     timed = {name: each[1:] for name, each in runs.items()}
     first = {name: each[0].run for name, each in timed.items()}
     accept = {name: run.accept_length for name, run in first.items()}
@@ -129,8 +137,8 @@ def _figures(runs: dict[str, list[Steady]]) -> dict[str, Any]:
 
 
 def goals(result: dict[str, Any]) -> list[Goal]:
-    """The goals: steps per second with masks over those without a grammar, and the accept length that forced nodes of
-    compact output gain; and what grammars cost over real vocabularies.
+    """Return the goals: steps per second with masks over steps per second without a grammar; the gain in accept length
+    by eight forced nodes, for compact output; and the goals of `real_sized`.
     """
     found = []
     for row in result["rows"]:
@@ -143,7 +151,7 @@ def goals(result: dict[str, Any]) -> list[Goal]:
 
 
 def show(result: dict[str, Any]) -> str:
-    """The figures as a table."""
+    """Return the figures as a table."""
     where = result["machine"]
     rows = [
         [

@@ -1,8 +1,8 @@
-"""`aerie bench kernels`: each kernel that serves on this CPU against its twin in torch, and against what the machine
-can do at best, in turns in one run.
+"""`aerie bench kernels`: each kernel that serves on this CPU against its reference implementation in torch, alternately
+in one run, and against the machine's ceilings.
 
-Possible is the longer of two times: that of reading what has to be read once, and that of the operations, at the
-machine's rates, which are measured in the same run. What fits a cache can be read faster than that.
+The possible time is the longer of two: the time to read each input once, and the time of the operations. Both are
+computed from the machine's rates, measured in the same run. Data that fits a cache can be read faster.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,25 +15,27 @@ from torch import Tensor
 
 from cluster.arch.layer import LayerGeometry
 from cluster.attention.ancestor_bits import line_bits
-from cluster.attention.bind import bind_attention, pool_bytes
 from cluster.attention.gather import Gather
 from cluster.batch import AttentionMetadata, HostBounds, PromptRows, TreeRows
 from cluster.bench.ceilings import ceilings, timed
 from cluster.bench.report import Say, machine, median, ratio, records
+from cluster.engine.backends import bind_attention, select_kernels
 from cluster.kernels.interface import Activation, Angles, HeadNorms, Kernels
-from cluster.kernels.select import choose_kernels
 from cluster.kernels.torch_kernels import TorchKernels
 from cluster.kv.codes import coded
 from cluster.kv.page_table import PageTable
+from cluster.kv.pool import pool_bytes
 
 CPU = torch.device("cpu")
 PAGE = 16
-LAYER = LayerGeometry(2048, 32, 8, 64, 8192, 1e-5)  # one of a model of a billion parameters
+LAYER = LayerGeometry(2048, 32, 8, 64, 8192, 1e-5)  # a layer of a model with a billion parameters
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The layer that is measured, how long prefixes are, and how often each kernel has its turn."""
+    """The measured layer, the length of prefixes, numbers of rows, the dtypes, and how often each kernel is
+    measured.
+    """
 
     layer: LayerGeometry = LAYER
     prefix: int = 2048
@@ -46,7 +48,9 @@ QUICK = Size(LayerGeometry(256, 4, 2, 64, 512, 1e-5), prefix=128, rows=(1, 8), r
 
 
 class KernelCase(NamedTuple):
-    """One kernel on some rows, by given kernels; what it has to read, and the operations that it takes."""
+    """One call of a kernel on some rows. `read`: bytes that the call must read. `computed`: its floating-point
+    operations.
+    """
 
     kernel: str
     rows: str
@@ -57,11 +61,11 @@ class KernelCase(NamedTuple):
 
 @torch.inference_mode()
 def measure(size: Size, say: Say = print) -> dict[str, Any]:
-    """Every kernel against its twin: seconds, and which share of what is possible."""
+    """Measure every kernel and its reference implementation; return times, and shares of the possible time."""
     best, figures = ceilings(), []
     say(f"kernels: {best.bytes / 1e9:.1f} GB/s read, {best.flops / 1e9:.0f} GFLOP/s")
     for dtype in size.dtypes:
-        serving = choose_kernels("auto", CPU, dtype)
+        serving = select_kernels("auto", CPU, dtype)
         for own, twin in zip(works(size, serving, dtype), works(size, TorchKernels(), dtype), strict=True):
             took = turns(own, twin, size.repeats)
             possible = best.least_seconds(own.read, own.computed)
@@ -80,7 +84,7 @@ def measure(size: Size, say: Say = print) -> dict[str, Any]:
     return {
         "what": "kernels",
         "machine": machine(),
-        "serving": choose_kernels("auto", CPU, torch.float32).about,
+        "serving": select_kernels("auto", CPU, torch.float32).about,
         "gigabytes_s": best.bytes / 1e9,
         "gigaflops": best.flops / 1e9,
         "figures": figures,
@@ -88,7 +92,9 @@ def measure(size: Size, say: Say = print) -> dict[str, Any]:
 
 
 def turns(own: KernelCase, twin: KernelCase, repeats: int) -> tuple[float, float]:
-    """Seconds of one call of each, the medians over turns of some milliseconds."""
+    """Return the seconds of one call of `own` and of `twin`, its reference implementation: medians over turns, which
+    alternate and take some milliseconds.
+    """
     own.run(), twin.run()
     calls = max(1, min(200, int(0.005 / max(1e-6, timed(own.run), timed(twin.run)))))
     seconds: tuple[list[float], list[float]] = ([], [])
@@ -100,13 +106,13 @@ def turns(own: KernelCase, twin: KernelCase, repeats: int) -> tuple[float, float
 
 
 def repeated(run: Callable[[], object], calls: int) -> None:
-    """Call it so often."""
+    """Call `run` `calls` times."""
     for _ in range(calls):
         run()
 
 
 def works(size: Size, kernels: Kernels, dtype: torch.dtype) -> Iterator[KernelCase]:
-    """The kernels of a layer, in turn; the same rows for the same seed."""
+    """Yield a case for each kernel of a layer. The random rows and weights are the same for any `kernels`."""
     g, each = size.layer, dtype.itemsize
     dice = torch.Generator().manual_seed(0)
 
@@ -147,8 +153,8 @@ def _row_works(
 
 
 def attention_works(size: Size, kernels: Kernels, dtype: torch.dtype, fp8: bool = False) -> Iterator[KernelCase]:
-    """Decoding, a chain, a tree, and a chunk of a prompt, all behind prefixes of the same length, over a cache in
-    `dtype` or in FP8.
+    """Yield attention cases: decoding, a chain, a tree and a prompt chunk. All prefixes have the same length. The cache
+    is in FP8 if `fp8`, otherwise in `dtype`.
     """
     g, prefix, dice = size.layer, size.prefix, torch.Generator().manual_seed(3)
     for name, requests, rows in (
@@ -161,7 +167,7 @@ def attention_works(size: Size, kernels: Kernels, dtype: torch.dtype, fp8: bool 
         table = PageTable(requests, prefix + rows, PAGE, CPU)
         pages = table.device_pages.shape[1]
         order = torch.randperm(requests * pages, generator=torch.Generator().manual_seed(1)).to(torch.int32)
-        table.device_pages[:requests] = order.view(requests, pages) + 1
+        table.device_pages[:requests] = order.view(requests, pages) + 1  # scattered pages; no request gets page 0
         slots = (requests * pages + 1) * PAGE
         pool, attention = bind_attention([g], slots, dtype, Gather(table, rows), kernels, fp8)
         held = torch.randn(slots, *g.cell, generator=torch.Generator().manual_seed(2)).to(dtype)
@@ -192,7 +198,7 @@ def attention_works(size: Size, kernels: Kernels, dtype: torch.dtype, fp8: bool 
 
 
 def show(result: dict[str, Any]) -> str:
-    """The figures as a table."""
+    """Return the figures as a table."""
     rows = [
         {
             "kernel": one["kernel"],

@@ -1,6 +1,6 @@
-"""`aerie bench levels`: accept length and acceptance by depth of any draft, three levels deep.
+"""`aerie bench levels`: accept length and acceptance by depth of any draft, with trees of three levels.
 
-To compare three trained MTP layers with one layer used three times, run it on both folders.
+To compare three trained MTP layers with one layer that is used three times, run this bench on each draft's folder.
 """
 
 from dataclasses import asdict
@@ -16,7 +16,7 @@ SHAPES = (TreeChoice(3), TreeChoice(3, 4, 16))
 
 
 def measure(pair: Pair, size: Size, say: Say = print) -> dict[str, Any]:
-    """Accept length and acceptance by depth on held-out prompts, JSON-ready."""
+    """Return accept length and acceptance by depth on held-out prompts, JSON-ready."""
     figures, identical = accept_lengths(pair, size, SHAPES, say)
     return {
         "what": "levels",
@@ -29,7 +29,7 @@ def measure(pair: Pair, size: Size, say: Say = print) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> str:
-    """The figures as a table."""
+    """Return the figures as a table."""
     rows = [(x["name"], x["temperature"], x["accept_length"], *x["by_depth"]) for x in result["figures"]]
     return "\n".join(
         [

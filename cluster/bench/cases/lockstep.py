@@ -1,11 +1,11 @@
-"""`aerie bench lockstep`: what lockstep costs data-parallel ranks, and how much one rank slows the others down.
+"""`aerie bench lockstep`: the cost of lockstep for data-parallel ranks, and how much one rank slows the others down.
 
-Two ranks as processes over gloo on loopback, one torch thread each, no Ray. Every case is a run of its own gang; the
-cases take turns in every repeat, in reverse order every other time. Figures are medians over the repeats; a ratio is
-taken within a repeat.
+Two ranks run as processes over gloo on loopback, with one torch thread each and without Ray. Every case runs its own
+gang. The cases take turns in every repeat, in reverse order in every other repeat. Figures are medians over the
+repeats; a ratio is taken within a repeat.
 
-Steps are captured by default, and a captured step is one phase. So the draft's phase is measured by two more gangs,
-which launch every step.
+Steps are captured by default, and a captured step is one phase. So two more gangs, which run every step eagerly,
+measure the draft phase.
 """
 
 from collections.abc import Sequence
@@ -35,8 +35,10 @@ UNEVEN_PADDED = "dp2, uneven, padded"
 
 @dataclass(frozen=True, slots=True)
 class LockstepFigures:
-    """The figures of one gang; times are medians over steps without prefill in which rank 0 decodes all it has.
-    `draft_ms` is None where such steps were replayed as captured programs: the draft's phase is not known then.
+    """The figures of one gang. `step_ms`, `draft_ms` and `agree_share` (the agreement's share of a step) are medians
+    over steady steps: no rank runs prefill, and rank 0 decodes all its requests. `draft_ms` is None if steady steps
+    were replayed, because the time of the draft phase is then unknown. `padded_share` is the share of padding among the
+    rows of all steps.
     """
 
     step_ms: float
@@ -47,7 +49,7 @@ class LockstepFigures:
 
 
 def measure(pair: Pair, size: Size, say: Say = print) -> dict[str, Any]:
-    """Run everything and return the figures, JSON-ready."""
+    """Run all cases and return the figures, JSON-ready."""
     cases = _cases(pair, size)
     runs: dict[str, list[LockstepFigures]] = {name: [] for name in cases}
     texts: dict[str, dict[str, list[int]]] = {}
@@ -64,7 +66,7 @@ def measure(pair: Pair, size: Size, say: Say = print) -> dict[str, Any]:
 
 
 def figures(lives: Sequence[RankRun]) -> LockstepFigures:
-    """The figures of a gang from the records of its ranks; rank 0 has requests in every case."""
+    """Return the figures of a gang from the records of its ranks. Rank 0 has requests in every case."""
     steps = list(zip(*(life.steps for life in lives), strict=True))
     most = max(step[0].decodes for step in steps)
     steady = [step for step in steps if step[0].decodes == most and not any(s.prompt_rows for s in step)]
@@ -75,7 +77,7 @@ def figures(lives: Sequence[RankRun]) -> LockstepFigures:
     return LockstepFigures(
         step_ms=1000 * median([step[0].seconds for step in steady]),
         draft_ms=None if any(REPLAY in step[0].phases for step in steady) else 1000 * median(drafts),
-        # The rank that arrives last waits for no other: its time is that of the agreement itself.
+        # The rank that arrives last waits for no other rank, so its time is the cost of the agreement itself.
         agree_share=median([ratio(min(s.phases["agree"] for s in step), step[0].seconds) for step in steady]),
         tokens_per_s=sum(len(t) for life in lives for t in life.tokens.values()) / (ended - began),
         padded_share=ratio(padded, padded + target),
@@ -89,7 +91,7 @@ def report(
     texts: dict[str, dict[str, list[int]]],
     stalls: Sequence[Stalls],
 ) -> dict[str, Any]:
-    """All comparisons, ratios within a repeat."""
+    """Return all comparisons, with ratios taken within a repeat."""
 
     def over(name: str, base: str, key: str = "step_ms") -> float:
         pairs = zip(runs[name], runs[base], strict=True)
@@ -125,13 +127,13 @@ def report(
 
 
 def goals(result: dict[str, Any]) -> list[Goal]:
-    """The goals of the stall at the default `prefill_share`, and that every gang gives the tokens of one rank."""
+    """Return the goals of prefill interference at the default `prefill_share`, and of equal tokens in every gang."""
     texts = Goal("texts that differ from one rank's", result["texts"] - result["same_texts"], 0, slack=1)
     return [*interference_goals(result["stall"]), texts]
 
 
 def show(result: dict[str, Any]) -> str:
-    """The figures as tables, ratios first."""
+    """Return the figures as tables, prefill interference and ratios first."""
     gangs, padding, draft = (result[key] for key in ("gangs", "padding", "replicated_draft"))
 
     def ms(name: str, key: str = "step_ms") -> str:
@@ -168,7 +170,7 @@ def show(result: dict[str, Any]) -> str:
 
 
 def _cases(pair: Pair, size: Size) -> dict[str, Case]:
-    """Every case but those of `stall`; request i has the same prompt in all of them."""
+    """Return every case except those of prefill interference. A request has the same prompt in all cases."""
     prompts = pair.prompts(2 * size.requests, size.prompt_tokens)
 
     def jobs(first: int, second: int = 0, ranks: int = 2) -> list[RankRequest]:

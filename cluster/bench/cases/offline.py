@@ -1,8 +1,8 @@
-"""`aerie bench offline`: speculation on and off, and plain decoding against `transformers`, side by side in one run.
+"""`aerie bench offline`: speculation on and off, and plain decoding against `transformers`, in one run.
 
-Contenders take turns in every repeat, in reverse order every other time, so that a machine that slows down slows all
-of them; a ratio is taken within a repeat, and the median over the repeats is shown. All settings must give the same
-tokens, or the figures mean nothing.
+Contenders take turns in every repeat, in reverse order in every other repeat, so that a slower machine affects all of
+them. A ratio is taken within a repeat; the median over the repeats is shown. All contenders must give the same tokens;
+otherwise the figures are meaningless.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,12 +34,12 @@ GOAL_SPEEDUP = {1: 1.6, 8: 1.2}
 GOAL_TRANSFORMERS = {1: 3.0, 8: 2.0}
 GOAL_OUTSIDE = 0.15
 
-Work = Callable[[Texts], EngineRun]  # runs prompts at the same time
+Work = Callable[[Texts], EngineRun]  # runs prompts as one batch
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much is measured. Batch 1 runs `alone` prompts one after another."""
+    """The size of a measurement. At batch 1, only the first `alone` prompts run, one after another."""
 
     prompts: int = 8
     alone: int = 4
@@ -53,36 +53,36 @@ QUICK = Size(prompts=8, alone=1, new_tokens=12, repeats=1)
 
 @dataclass(slots=True)
 class Contender:
-    """One way to generate, and all its runs by batch size."""
+    """One way to generate, and all its runs, by batch size."""
 
     name: str
     work: Work
     runs: dict[int, list[EngineRun]] = field(default_factory=dict)
 
     def run(self, prompts: Texts, batch: int) -> EngineRun:
-        """Run the prompts, `batch` of them at a time."""
+        """Run the prompts, `batch` at a time."""
         whole = EngineRun()
         for start in range(0, len(prompts), batch):
             whole.add(self.work(prompts[start : start + batch]))
         return whole
 
     def speed(self, batch: int) -> float:
-        """Median tokens per second."""
+        """Return the median tokens per second."""
         return median([run.tokens_per_second for run in self.runs[batch]])
 
     def against(self, other: "Contender", batch: int) -> float:
-        """How much faster than `other`: the median of the ratios within each repeat."""
+        """Return the speedup over `other`: the median of the ratios within each repeat."""
         pairs = zip(self.runs[batch], other.runs[batch], strict=True)
         return median([ratio(a.tokens_per_second, b.tokens_per_second) for a, b in pairs])
 
 
 def measure(pair: Pair, size: Size = Size(), say: Say = print) -> dict[str, Any]:
-    """Run everything and return the figures, JSON-ready."""
+    """Run all contenders and return the figures, JSON-ready."""
     return report(pair, size, SHAPES, run_contenders(pair, size, SHAPES, say))
 
 
 def run_contenders(pair: Pair, size: Size, shapes: Sequence[TreeChoice], say: Say = print) -> dict[str, Contender]:
-    """Run every contender in every repeat; a first, shorter round warms all of them up and is not recorded."""
+    """Warm up each contender once, unrecorded; then run all contenders in every repeat."""
     prompts = pair.prompts(size.prompts, size.prompt_tokens)
     contenders: dict[str, Contender] = {}
     for shape in (PLAIN, *shapes):
@@ -104,7 +104,7 @@ def run_contenders(pair: Pair, size: Size, shapes: Sequence[TreeChoice], say: Sa
 
 
 def report(pair: Pair, size: Size, shapes: Sequence[TreeChoice], contenders: dict[str, Contender]) -> dict[str, Any]:
-    """The figures of all contenders, the best settings, and plain decoding against `transformers`."""
+    """Return the figures of all contenders, the best settings, and plain decoding against `transformers`."""
     plain, reference = contenders[str(PLAIN)], contenders[TRANSFORMERS]
     truth = {batch: plain.runs[batch][0].tokens for batch in BATCHES}
     settings = [_setting(contenders[str(shape)], shape, plain, truth) for shape in (PLAIN, *shapes)]
@@ -137,8 +137,8 @@ def report(pair: Pair, size: Size, shapes: Sequence[TreeChoice], contenders: dic
 
 
 def goals(result: dict[str, Any]) -> list[Goal]:
-    """The goals of the demo pair: the best speedup, the share outside forwards, and plain decoding's speed over that of
-    `transformers`.
+    """Return the demo pair's goals for three figures: the best speedup, the share of time outside forwards, and the
+    speed of plain decoding divided by the speed of `transformers`.
     """
     settings = {setting["name"]: setting for setting in result["settings"]}
     found = []
@@ -153,7 +153,7 @@ def goals(result: dict[str, Any]) -> list[Goal]:
 
 
 def show(result: dict[str, Any]) -> str:
-    """The figures as tables, goals beside them."""
+    """Return the figures and goals as tables."""
     batch = BATCHES[-1]
     settings = {setting["name"]: setting for setting in result["settings"]}
     rows = [
@@ -229,6 +229,6 @@ def _setting(
 
 
 def _best(settings: Sequence[dict[str, Any]], batches: Sequence[int]) -> str:
-    """The setting with the highest geometric mean of its speedups at these batch sizes."""
+    """Return the setting with the highest geometric mean of its speedups at these batch sizes."""
     best = max(settings, key=lambda setting: prod(setting[f"batch_{batch}"]["speedup"] for batch in batches))
     return str(best["name"])

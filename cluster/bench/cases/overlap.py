@@ -1,9 +1,10 @@
-"""`aerie bench overlap`: what the host does for a step, and how much of it a device waits for.
+"""`aerie bench overlap`: the host's work for a step, and how long the device waits for it.
 
-The device is simulated and takes a fixed time for each step, so that the figures do not depend on what a machine can
-compute. One rank, then two that agree over gloo on loopback; the host a step ahead (`overlap`, the default) or not. A
-device that takes no time shows what the host takes while its code and data are in the core's caches, which a core loses
-that sleeps between steps. Contenders take turns in every repeat; figures are medians over the repeats.
+The device is simulated and takes a fixed time for each step, so the figures do not depend on how fast the machine
+computes. The gangs are one rank, and two ranks that agree over gloo on loopback. Each gang runs with the host one step
+ahead of the device (`overlap`, the default) and without. Another contender is a device that takes no time: it shows the
+host's work with warm caches, because a core that sleeps between steps loses its caches. Contenders take turns in every
+repeat; figures are medians over the repeats.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from cluster.bench.pair import Pair
 from cluster.bench.ranks import Case, RankProcesses, RankRequest, RankRun, settings_of
 from cluster.bench.report import Say, machine, mean, median, medians, ratio, table
 
-WARM = 3  # steady steps that are left out
+WARM = 3  # the first steady steps, which are not counted
 GOAL_MS = 0.5
 PARTS = ("schedule", "agree", "commit")
 NO_TIME_MS = 1e-6
@@ -25,7 +26,7 @@ GOALS = {1: 0.02, 2: 0.05}
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A device of `step_ms`, `requests` per rank of `prompt_tokens`, each of `new_tokens`."""
+    """The device's `step_ms`, the `requests` per rank, their `prompt_tokens` and `new_tokens`, and the repeats."""
 
     requests: int = 32
     step_ms: float = 5.0
@@ -39,9 +40,10 @@ QUICK = Size(requests=8, new_tokens=60, repeats=1)
 
 @dataclass(frozen=True, slots=True)
 class OverlapFigures:
-    """`host_ms`: from a step to the next, less the waits for the device and for peers (the rank that waits least);
-    `parts_ms`: of that, schedule, agree (without peers), assemble and commit, without metrics and the benchmark's loop.
-    `gap_share`: of that time, the part in which the device that waits most had nothing to do.
+    """Figures of one gang. `step_ms` is the time from one step to the next, as a mean over ranks; the other figures are
+    maxima over ranks. `host_ms` is the time of a step without the waits for the device and for the agreement of several
+    ranks. `parts_ms` is the time to schedule, assemble and commit a step. `gap_share` is the share of time in which the
+    device is idle.
     """
 
     step_ms: float
@@ -51,7 +53,7 @@ class OverlapFigures:
 
 
 def measure(pair: Pair, size: Size, say: Say = print) -> dict[str, Any]:
-    """Run everything and return the figures, JSON-ready."""
+    """Run all cases and return the figures, JSON-ready."""
     names = [(1, True, NO_TIME_MS), *((world, ahead, size.step_ms) for world in (1, 2) for ahead in (True, False))]
     cases = {name: _case(pair, size, *name) for name in names}
     runs: dict[tuple[int, bool, float], list[OverlapFigures]] = {name: [] for name in cases}
@@ -76,7 +78,7 @@ def measure(pair: Pair, size: Size, say: Say = print) -> dict[str, Any]:
 
 
 def figures(lives: Sequence[RankRun], size: Size) -> OverlapFigures:
-    """The figures of a gang's steady steps, in which every rank decodes all its requests and runs no prompt."""
+    """Return the figures of a gang's steady steps, in which every rank decodes all its requests and runs no prompt."""
     hosts, parts, gaps, steps = [], [], [], []
     for life in lives:
         steady = [s for s in life.steps if s.decodes == size.requests and not s.prompt_rows][WARM:]
@@ -92,19 +94,19 @@ def figures(lives: Sequence[RankRun], size: Size) -> OverlapFigures:
 
 
 def goals(result: dict[str, Any]) -> list[Goal]:
-    """The goals of overlapped steps: milliseconds of the host's own work, and the share of idle device."""
+    """Return the goals for the host's work per step, in milliseconds, and for the device's idle share."""
     found = []
     for row in result["rows"]:
         what = f"{row['ranks']} ranks, device of {row['device_ms']:g} ms"
         if row["gap_goal"] is not None:
             found.append(Goal(f"device idle, {what}", row["gap_share"], row["gap_goal"]))
-        elif row["overlap"]:  # a device that takes no time: the host alone
+        elif row["overlap"]:  # the device that takes no time: the host's work alone
             found.append(Goal(f"parts of the host's time, ms, {what}", row["parts_ms"], result["host_goal_ms"]))
     return found
 
 
 def show(result: dict[str, Any]) -> str:
-    """The figures as a table."""
+    """Return the figures as a table."""
     where = result["machine"]
     rows = [
         [

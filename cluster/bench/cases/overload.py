@@ -1,7 +1,8 @@
-"""`aerie bench overload`: five times the requests that a server can do; what do admitted and refused ones get?
+"""`aerie bench overload`: send five times as many requests as a server can serve; measure admissions and refusals.
 
-It starts its own `aerie serve` on loopback with few slots, hurts nothing else, and stops by itself. First a closed loop
-of as many clients as there are slots measures the capacity, then an open loop sends requests at a fixed rate.
+It starts its own `aerie serve` on loopback with few slots, touches no other process, and ends by itself. First, a
+closed loop with one client per slot measures the capacity: each client sends its next request when its last one has
+ended. Then an open loop sends requests at a fixed rate.
 """
 
 import asyncio
@@ -17,22 +18,24 @@ from cluster.bench.server import TWO_RANKS, ServerProcess
 from cluster.bench.streams import served_model
 from cluster.bench.wire import Reply, drive, post
 
-REFUSAL_S = 0.1  # the goal for the p99 of refusals
-GOODPUT = 0.9  # the goal, of capacity
-WITHIN_TWO = 0.9  # the goal, of refusals: those that name a wait within a factor of two of the real one
-NEAR_S = 2.0  # requests admitted so close to a refused one show the real wait
+REFUSAL_S = 0.1  # goal for the p99 of the seconds to a refusal
+GOODPUT = 0.9  # goal for the goodput, as a share of capacity
+WITHIN_TWO = 0.9  # goal for the share of refusals whose Retry-After is within a factor of two of the real wait
+NEAR_S = 2.0  # the real wait: median time to first token of admitted requests sent this close to the refused one
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Slots per rank, tokens per request, the bound on waiting, and durations (s); `factor` x capacity is offered."""
+    """Slots per rank, tokens per request, the server's bound on waiting, the durations of the closed loop
+    (`capacity_s`) and of the open loop (`seconds`), and its rate, `factor` x capacity.
+    """
 
     slots: int = 8
     max_tokens: int = 96
     max_wait_s: float = 10.0
     capacity_s: float = 30.0
     seconds: float = 60.0
-    settle_s: float = 10.0  # at the start, not counted: the queue fills
+    settle_s: float = 10.0  # time at the start, while the queue fills, that is not counted
     factor: float = 5.0
 
 
@@ -41,7 +44,10 @@ QUICK = Size(max_tokens=48, max_wait_s=4.0, capacity_s=8.0, seconds=20.0, settle
 
 @dataclass(frozen=True, slots=True)
 class One:
-    """What one request got: when it was sent, its status, and seconds from then on."""
+    """The outcome of one request. `at`: when the request was sent, in seconds from the start of the loop. `seconds` and
+    `first_s`: from then to the end and to the first event. `whole`: the stream was complete and without an error.
+    `said`: the error.
+    """
 
     at: float
     status: int
@@ -68,13 +74,15 @@ def _one(reply: Reply, began: float) -> One:
 
 
 def _body(model: str, number: int, max_tokens: int) -> dict[str, Any]:
-    """A request whose prompt no cache holds; prompts and outputs have the same lengths in all parts of a run."""
+    """Return the body of a request. Its prompt begins with `number`. All prompts have the same number of characters,
+    all outputs the same number of tokens.
+    """
     prompt = f"{number:07}: once upon a time there was a fox that"
     return {"model": model, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
 
 
 async def closed(port: int, model: str, clients: int, max_tokens: int, seconds: float) -> list[One]:
-    """A closed loop of `clients`, each sending its next request when the last one has ended."""
+    """Run a closed loop of `clients` clients for `seconds`; return the outcomes."""
     began = time.perf_counter()
     found: list[One] = []
 
@@ -88,7 +96,7 @@ async def closed(port: int, model: str, clients: int, max_tokens: int, seconds: 
 
 
 async def opened(port: int, model: str, per_s: float, max_tokens: int, seconds: float) -> list[One]:
-    """An open loop: `per_s` requests a second for `seconds`; returns when all have ended."""
+    """Run an open loop: send `per_s` requests a second for `seconds`. Return the outcomes when all have ended."""
     began = time.perf_counter()
     tasks: list[asyncio.Future[Reply]] = []
     while (now := time.perf_counter() - began) < seconds:
@@ -100,7 +108,7 @@ async def opened(port: int, model: str, per_s: float, max_tokens: int, seconds: 
 
 
 def measure(size: Size, say: Say) -> dict[str, Any]:
-    """Capacity, then overload; see `judge` for what is noted."""
+    """Measure the capacity, then overload the server; return the capacity and the figures of `judge`."""
     settings = [*TWO_RANKS, f"max_running_requests={size.slots}", f"max_queue_wait_s={size.max_wait_s}"]
     with ServerProcess(settings) as server, ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:
         say(f"overload: ready after {server.ready_s:.1f} s")
@@ -116,7 +124,7 @@ def measure(size: Size, say: Say) -> dict[str, Any]:
 
 
 def judge(found: list[One], size: Size, capacity: float) -> dict[str, Any]:
-    """What the requests got."""
+    """Return the figures of the requests under overload."""
     refused = [one for one in found if one.status == 503]
     taken = [one for one in found if one.status == 200 and one.whole]
     ended = [one for one in taken if size.settle_s <= one.at + one.seconds <= size.seconds]
@@ -147,7 +155,7 @@ def judge(found: list[One], size: Size, capacity: float) -> dict[str, Any]:
 
 
 def goals(result: dict[str, Any]) -> list[Goal]:
-    """What refused and admitted requests must get."""
+    """Return the goals of refused and admitted requests."""
     return [
         Goal("refusal p99, s", result["refusal_p99_s"], REFUSAL_S),
         Goal("share of Retry-After near the real wait", result["retry_after_within_two"], WITHIN_TWO, True),
@@ -159,7 +167,7 @@ def goals(result: dict[str, Any]) -> list[Goal]:
 
 
 def show(result: dict[str, Any]) -> str:
-    """The figures as a table."""
+    """Return the figures as a table."""
     names = (
         ("capacity, requests/s", "capacity"),
         ("offered, requests/s", "offered"),

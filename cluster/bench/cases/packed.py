@@ -1,6 +1,7 @@
-"""`aerie bench packed`: products by weights that stay quantised, against the same weights dequantised, side by side.
+"""`aerie bench packed`: matrix products with weights that stay quantised, against dequantised weights, in one run.
 
-One matrix that fits no cache, so that few rows wait for memory. Every format takes its turn with the dequantised ones.
+The matrix fits no cache, so products with few rows are bound by memory. For every format, products with the quantised
+and with the dequantised matrix take turns.
 """
 
 from collections.abc import Callable
@@ -13,14 +14,14 @@ import torch
 from torch import Tensor
 
 from cluster.bench.report import Say, machine, median, table
+from cluster.engine.backends import select_kernels
 from cluster.kernels.interface import Kernels, Weight
 from cluster.kernels.quantised import Kind, Quantised
-from cluster.kernels.select import choose_kernels
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A matrix of `inputs` and `outputs`, `rows` beside each other, and turns of each contender."""
+    """A matrix of `inputs` by `outputs`, the `rows` of each product, and how often each product is measured."""
 
     inputs: int = 4096
     outputs: int = 14336
@@ -29,7 +30,7 @@ class Size:
 
 
 QUICK = Size(512, 1024, (1, 8), 3)
-FORMATS: tuple[tuple[Kind, int, bool], ...] = (  # what a number is, inputs of a group (0: all), whether there are zeros
+FORMATS: tuple[tuple[Kind, int, bool], ...] = (  # number format, inputs per group (0: all), whether with zero points
     ("fp8", 0, False),
     ("fp8", 128, False),
     ("int8", 0, False),
@@ -42,10 +43,10 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def measure(size: Size, say: Say = print) -> dict[str, Any]:
-    """Milliseconds and bytes of each contender, JSON-ready."""
+    """Return the milliseconds and bytes of each contender, JSON-ready."""
     figures = []
     for dtype in DTYPES:
-        kernels = choose_kernels("auto", torch.device("cpu"), dtype)
+        kernels = select_kernels("auto", torch.device("cpu"), dtype)
         say(f"{str(dtype).removeprefix('torch.')} rows, kernels in {kernels.about}")
         dense = kernels.weight(torch.randn(size.inputs, size.outputs).to(dtype))
         for kind, group, zeros in FORMATS:
@@ -54,8 +55,8 @@ def measure(size: Size, say: Say = print) -> dict[str, Any]:
 
 
 def drawn(size: Size, kind: Kind, group: int, zeros: bool) -> Quantised:
-    """A random matrix of a format."""
-    most = 16 if kind in ("int4", "fp4") else 120  # of FP8, without what is no number
+    """Return a random matrix in a format, which has the fields of an entry of `FORMATS`."""
+    most = 16 if kind in ("int4", "fp4") else 120  # codes below 120 exclude FP8's NaN
     shape = size.outputs, -(-size.inputs // group) if group else 1
     zero = torch.randint(most, shape).to(torch.uint8) if zeros else None
     codes = torch.randint(most, (size.outputs, size.inputs)).to(torch.uint8)
@@ -86,7 +87,9 @@ def _beside(kernels: Kernels, dense: Weight, matrix: Quantised, dtype: torch.dty
 
 
 def turns(contenders: list[Callable[[], Tensor]], repeats: int) -> list[list[float]]:
-    """Seconds of each in every turn, every other turn in opposite order; the first turn does not count."""
+    """Return the seconds of each contender in every turn; an unrecorded turn comes first. Every other turn is in
+    reverse order.
+    """
     seconds: list[list[float]] = [[] for _ in contenders]
     for turn in range(repeats + 1):
         both = list(zip(contenders, seconds, strict=True))
@@ -98,7 +101,7 @@ def turns(contenders: list[Callable[[], Tensor]], repeats: int) -> list[list[flo
 
 
 def show(result: dict[str, Any]) -> str:
-    """The figures as a table."""
+    """Return the figures as a table."""
     headers = (
         "rows of",
         "format",

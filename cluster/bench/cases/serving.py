@@ -18,7 +18,7 @@ GOAL_START_S = 25.0
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How often the server starts, and the rounds and tokens that it serves each time."""
+    """The number of server starts, the rounds of streams per start, and the tokens per stream."""
 
     starts: int = 3
     rounds: int = 5
@@ -30,7 +30,9 @@ QUICK = Size(starts=1, rounds=1, new_tokens=32)
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """One start of the server: seconds to ready and to the first whole answer, then memory before and after load."""
+    """One start of the server: seconds until it was ready and until its first complete answer, its memory, and the
+    streams of each round. `by_process` has the memory of each process.
+    """
 
     ready_s: float
     answered_s: float
@@ -41,7 +43,7 @@ class Start:
 
 
 def measure(pair: Pair, size: Size = Size(), say: Say = print) -> dict[str, Any]:
-    """Start the server several times, send requests, stream, read its memory; JSON-ready."""
+    """Start the server several times, stream, and read its memory; return the figures, JSON-ready."""
     starts = []
     for number in range(size.starts):
         say(f"serving: start {number + 1} of {size.starts}")
@@ -70,12 +72,12 @@ def measure(pair: Pair, size: Size = Size(), say: Say = print) -> dict[str, Any]
 
 
 def goals(result: dict[str, Any]) -> list[Goal]:
-    """The goal of the start: seconds from the process's start to the first whole answer."""
+    """Return the goal of a start: seconds from the start of the process to the first complete answer."""
     return [Goal("start to first answered request, s", result["first_answer_seconds"], GOAL_START_S)]
 
 
 def show(result: dict[str, Any]) -> str:
-    """The figures as tables, goals beside them."""
+    """Return the figures and goals as tables."""
     rows = [
         ("start to ready, s", result["ready_seconds"], ""),
         ("start to first answered request, s", result["first_answer_seconds"], f"under {GOAL_START_S:.0f}"),

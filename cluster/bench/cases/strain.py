@@ -1,7 +1,7 @@
-"""`aerie bench strain --model DIR`: a model whose steps take seconds, on a machine that other processes keep busy.
+"""`aerie bench strain --model DIR`: serve a model whose steps take seconds, on a machine that is otherwise busy.
 
-It starts its own `aerie serve` on loopback and a few loops that burn CPU beside it. A slow step is not a fault: no gang
-may be lost while work goes on. A rank stopped with SIGSTOP is a fault: the server must notice it and name the rank.
+It starts its own `aerie serve` on loopback and some processes that burn CPU. A slow step is not a fault: no gang may be
+lost while work goes on. A rank stopped with SIGSTOP is a fault: the server must notice it and name the rank.
 """
 
 import subprocess
@@ -20,12 +20,14 @@ from cluster.bench.streams import ClientStream, Prompt, errors_of, run_together,
 BURN = "while True: pass"
 NO_DRAFT = ("speculative_algorithm=null", "tp_size=1", "attn_dp_size=1")
 NO_FAULT = "nothing"
-PATIENCE_S = 900.0  # timeout of a client: a first token may take minutes here
+PATIENCE_S = 900.0  # timeout of a client, because a first token may take minutes
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Streams and their tokens, the long prompt beside them, the number of busy loops, and the rounds."""
+    """The number of streams, their tokens and prompt length, the length of one more, long prompt, the number of busy
+    loops, and the rounds.
+    """
 
     streams: int = 8
     max_tokens: int = 24
@@ -40,7 +42,10 @@ QUICK = Size(streams=4, max_tokens=8, long_prompt_tokens=400, rounds=(NO_FAULT, 
 
 @dataclass(slots=True)
 class StrainRound:
-    """What clients saw of one round. Seconds of health count from the moment the rank was stopped."""
+    """The result of one round. `asked` requests were sent; `answered` of them got an answer. `losses` counts lost
+    gangs. `unhealthy_s` and `healthy_s` count from the moment when the rank was stopped. `named` is the rank that the
+    server blames.
+    """
 
     what: str
     answered: int = 0
@@ -55,17 +60,19 @@ class StrainRound:
 
     @property
     def failed(self) -> bool:
-        """Whether a client went unanswered, or more or fewer gangs were lost than faults were caused."""
+        """Whether a request was not answered, or the number of lost gangs differs from the number of faults."""
         expected = 0 if self.what == NO_FAULT else 1
         return self.answered < self.asked or self.losses != expected
 
 
 def measure(target: str, dtype: str, size: Size, say: Say) -> dict[str, Any]:
-    """Run every round against one server of the model in folder `target`, without a draft; see `StrainRound`."""
+    """Run every round on one server of the model in folder `target`, without a draft. Return a `StrainRound` for each
+    round.
+    """
     pair = Pair(target)
     short = pair.texts(size.streams, size.prompt_tokens)
-    longs = pair.texts(len(size.rounds), size.long_prompt_tokens)  # one a round: none is in the radix tree
-    patient = f"max_queue_wait_s={PATIENCE_S}"  # like its clients: refusals are not what is tested
+    longs = pair.texts(len(size.rounds), size.long_prompt_tokens)  # one per round, so that none is in the radix tree
+    patient = f"max_queue_wait_s={PATIENCE_S}"  # as long as the clients wait: refusals are not tested here
     settings = [*NO_DRAFT, f"model_path={target}", "model_id=strained", f"dtype={dtype}", patient]
     rounds = []
     with ServerProcess(settings) as server, busy_loops(size.busy):
@@ -78,7 +85,9 @@ def measure(target: str, dtype: str, size: Size, say: Say) -> dict[str, Any]:
 
 
 def one_round(server: ServerProcess, size: Size, short: list[str], long: str, what: str) -> StrainRound:
-    """Open all streams, stop the rank once each of the short ones has a token, and wait for every end."""
+    """Open all streams; once each short prompt has a token, stop the rank if `what` says so; wait until all streams
+    have ended.
+    """
     prompts = [Prompt(text, 0.0, i) for i, text in enumerate([*short, long])]
     watch = Pauses(len(prompts))
     fault = Fault(server, what, lambda streams: what != NO_FAULT and all(s.token_ids or s.ended for s in streams[:-1]))
@@ -101,14 +110,14 @@ def one_round(server: ServerProcess, size: Size, short: list[str], long: str, wh
 
 
 class Pauses:
-    """The longest pause between the tokens of a stream; the time to its first one does not count."""
+    """Tracks the longest pause between the tokens of a stream; the time to the first token does not count."""
 
     def __init__(self, streams: int) -> None:
         self._seen = [(0, 0.0)] * streams
         self.longest_s = 0.0
 
     def look(self, streams: list[ClientStream]) -> None:
-        """Note which streams have grown since the last look."""
+        """Record which streams have grown since the last call."""
         for at, stream in enumerate(streams):
             count, when = len(stream.token_ids), stream.seconds
             if count > self._seen[at][0]:
@@ -119,7 +128,7 @@ class Pauses:
 
 @contextmanager
 def busy_loops(count: int) -> Iterator[None]:
-    """`count` processes that burn a core each, for as long as the block lasts."""
+    """Run `count` processes that burn a core each, for the duration of the `with` block."""
     loops = [subprocess.Popen([sys.executable, "-c", BURN]) for _ in range(count)]
     try:
         yield
@@ -130,7 +139,7 @@ def busy_loops(count: int) -> Iterator[None]:
 
 
 def show(result: dict[str, Any]) -> str:
-    """The rounds as a table."""
+    """Return the rounds as a table."""
     columns = {
         "done": "what",
         "answered": "answered",

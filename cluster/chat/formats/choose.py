@@ -57,7 +57,9 @@ REASONING_NAMES = (NONE, *THINKING, HARMONY.name)
 
 @dataclass(frozen=True, slots=True)
 class ChosenFormat:
-    """A model's format, or None. `calls` and `thought` are the names of the chosen formats, for display."""
+    """The chat format of a model, or None for plain text. `calls` and `thought` name its formats of calls and
+    reasoning.
+    """
 
     format: ChatFormat | None
     calls: str = NONE
@@ -65,10 +67,10 @@ class ChosenFormat:
 
 
 def named(tool_call_parser: str | None, reasoning_parser: str | None) -> tuple[str | None, str | None]:
-    """Return the settings as our own names; None, for None or auto, leaves the choice to the model.
+    """Return the two settings as names of this server. None or auto becomes None: `choose` then looks at the model.
 
     Raises:
-        ConfigError: a name is unknown, or the two do not go together.
+        ConfigError: a name is unknown, or the two settings exclude each other.
     """
     calls = _known("tool_call_parser", tool_call_parser, TOOL_ALIASES, TOOL_NAMES)
     thought = _known("reasoning_parser", reasoning_parser, REASONING_ALIASES, REASONING_NAMES)
@@ -96,7 +98,7 @@ def choose(
     settings: tuple[str | None, str | None],
 ) -> ChosenFormat:
     """Return the format of a model with this chat template (empty for none), these added `tokens`, and the `model_type`
-    of its config. `settings` are the names that `named` returned; they take precedence.
+    of its config. `settings` are the results of `named`; a name in them takes precedence.
     """
     calls, thought = settings
     written = calls or (_calls_of(template, tokens, model_type) if thought != HARMONY.name else HARMONY.name)
@@ -115,7 +117,7 @@ def choose(
 
 
 def _calls_of(template: str, tokens: Collection[str], model_type: str) -> str:
-    """Return the name of the format of calls. The first match in the list decides."""
+    """Return the name of the format of calls. The first true entry in the list decides."""
     signs = (
         (HARMONY.name, "<|channel|>" in tokens and ("<|channel|>" in template or model_type == "gpt_oss")),
         (MISTRAL.name, CALLS in tokens and ARGS in tokens),

@@ -1,8 +1,8 @@
 """gpt-oss: messages in channels, `<|channel|>analysis<|message|>...<|end|>`. The analysis channel is reasoning, a
 commentary to `functions.NAME` is a call, everything else is text.
 
-The parser is our own. OpenAI's package loads only the vocabulary whose digest is built into it, so it supports no other
-tokenizer than the original; and it parses tokens, whereas we have text.
+The parser is this server's own. OpenAI's package loads only the vocabulary whose digest is built into it, so it
+supports only the original tokenizer. It also parses tokens, and this server parses text.
 """
 
 import re
@@ -26,10 +26,10 @@ AGAIN = f"{END}{START}assistant"
 
 
 class HarmonyReader(BufferedReader):
-    """Parses messages in turn. Without `tools` no call is reported; `split`: report reasoning separately."""
+    """Parses the messages of an answer. If `tools` is None, no call is reported. `split` separates the reasoning."""
 
     def __init__(self, tools: Tools | None, split: bool, within: bool) -> None:
-        """`within`: the prompt has already begun the final message."""
+        """`within` says that the prompt has already begun the final message."""
         super().__init__()
         self._calling, self._split = tools is not None, split
         self._numbering = Numbering(any_id)
@@ -108,7 +108,7 @@ def _may_begin(held: str) -> bool:
 
 
 def _settled(held: str, marks: Sequence[str]) -> int:
-    """Return how much of a text does not end in a part of a mark."""
+    """Return the length of the text without an incomplete mark at its end."""
     at = held.rfind("<")
     part = held[at:]
     return at if at >= 0 and any(mark != part and mark.startswith(part) for mark in marks) else len(held)
@@ -126,11 +126,11 @@ class HarmonyFormat:
         return True
 
     def reader(self, tools: Tools | None, split: bool, prompted: Prompted) -> AnswerReader:
-        """Implement `ChatFormat.reader`."""
+        """Return a reader of messages in channels; see `ChatFormat.reader`."""
         return HarmonyReader(tools, split, within=_final_has_begun(prompted.text))
 
     def form(self, answer: Answer, calls: Form | None, prompted: Prompted) -> Form:
-        """Implement `ChatFormat.form`."""
+        """Return the form of a whole answer: an optional analysis message, then the final message or calls."""
         said = _free() if answer == "free" else answer
         if _final_has_begun(prompted.text):
             return one_of([part for part in (said, calls) if part is not None])
@@ -140,7 +140,7 @@ class HarmonyFormat:
         return one_after_another({"type": "optional", "content": thought}, one_of(parts))
 
     def written(self, tools: Tools, several: bool) -> Form:
-        """Implement `ChatFormat.written`. The model ends its answer after a call, so there is only one."""
+        """Return the form of a call. The model ends its answer after a call, so an answer has at most one."""
         return WRITTEN.calls(tools, several)
 
 

@@ -72,7 +72,7 @@ def _split(value: str, tokens: Mapping[str, int]) -> list[Form]:
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
     """How a family writes calls: `opening`, the calls separated by `between`, `ending`. Each call is `before(name)`,
-    the arguments, `after`. `several`: an answer may have more than one call.
+    the arguments, `after`. `several` says whether an answer may have more than one call.
     """
 
     before: Callable[[str], str]
@@ -84,7 +84,9 @@ class CallSyntax:
     several: bool = True
 
     def calls(self, tools: Tools, several: bool) -> Form:
-        """Return the form of one call, or with `several` one or more, of these tools."""
+        """Return the form of one call of one of the tools, or with `several` (here and in the family) of one or more
+        calls.
+        """
         each = [
             one_after_another(text(self.before(name)), self.arguments(schema), text(self.after))
             for name, schema in tools.items()
@@ -105,7 +107,7 @@ class Prompted:
 
 
 Answer = Form | Literal["free"] | None
-"""The form of an answer's text; "free" for any text; None if there must be calls."""
+"""The form of an answer's text. "free" allows any text. None allows no text: the answer must be calls."""
 
 
 class ChatFormat(Protocol):
@@ -118,25 +120,27 @@ class ChatFormat(Protocol):
 
     @property
     def special(self) -> tuple[str, ...]:
-        """Texts that the reader must see in an answer; some of the family's tokenizers have them as special tokens."""
+        """Texts that the reader must see in an answer. In some tokenizers of the family they are special tokens."""
         ...
 
     @property
     def thought_field(self) -> str:
-        """The name that its templates use for the reasoning of an assistant's message."""
+        """The name that the family's templates use for the reasoning of an assistant's message."""
         ...
 
     def reads(self, tools: bool, prompted: Prompted) -> bool:
-        """Whether an answer may contain more than text; `tools`: whether tools may be called."""
+        """Return whether an answer may contain more than text. `tools` says whether tools may be called."""
         ...
 
     def reader(self, tools: Tools | None, split: bool, prompted: Prompted) -> AnswerReader:
-        """Return a reader for one answer. Without `tools` none may be called. `split`: report reasoning separately."""
+        """Return a reader for one answer. If `tools` is None, no tool may be called. `split` reports reasoning
+        separately.
+        """
         ...
 
     def form(self, answer: Answer, calls: Form | None, prompted: Prompted) -> Form:
-        """Return the form of a whole answer: the reasoning, then the answer's text or `calls`; after free text, calls
-        are optional. At least one of `answer` and `calls` is given.
+        """Return the form of a whole answer: reasoning, then the text `answer` or `calls`. If `answer` is "free", the
+        calls are optional. At least one of `answer` and `calls` is not None.
         """
         ...
 
@@ -158,18 +162,18 @@ class MarkedFormat:
     thought_field: str = "reasoning_content"
 
     def reads(self, tools: bool, prompted: Prompted) -> bool:
-        """Implement `ChatFormat.reads`: calls may come with `tools`, reasoning unless the prompt has ended it."""
+        """Return True if calls are possible (with `tools`), or reasoning is (the prompt has not ended it)."""
         return (tools and self.calling is not None) or (self.thinking is not None and not self._state(prompted)[1])
 
     def reader(self, tools: Tools | None, split: bool, prompted: Prompted) -> AnswerReader:
-        """Implement `ChatFormat.reader`."""
+        """Return a reader for the marks of this format; see `ChatFormat.reader`."""
         thinking = self.thinking if split else None
         opened, closed = self._state(prompted)
         calling = None if tools is None else self.calling
         return MarkedReader(thinking, calling, tools or {}, self.new_id, opened=opened, closed=closed)
 
     def form(self, answer: Answer, calls: Form | None, prompted: Prompted) -> Form:
-        """Implement `ChatFormat.form`."""
+        """Return the form of a whole answer; if the prompt has ended the reasoning, of the rest only."""
         opened, closed = self._state(prompted)
         rest = self._rest(answer, calls)
         if self.thinking is None or closed:
@@ -190,7 +194,7 @@ class MarkedFormat:
         return one_after_another(self._free(), {"type": "optional", "content": calls})
 
     def written(self, tools: Tools, several: bool) -> Form:
-        """Implement `ChatFormat.written`."""
+        """Return the form of calls in the syntax `calls`."""
         assert self.calls is not None
         return self.calls.calls(tools, several)
 
@@ -204,7 +208,7 @@ class MarkedFormat:
         return {"type": "optional", "content": one_after_another(first, rest)}
 
     def _state(self, prompted: Prompted) -> tuple[bool, bool]:
-        """Return whether the prompt has begun the reasoning, and whether it has ended it."""
+        """Return two booleans: the prompt has begun the reasoning, the prompt has ended the reasoning."""
         if self.thinking is None:
             return False, False
         if prompted.continued is not None:

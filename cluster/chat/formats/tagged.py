@@ -21,7 +21,8 @@ def tagged_arguments(mark: Callable[[str], tuple[str, str]]) -> Callable[[Mappin
     """Return a function from the schema of an object to the grammar of its members. `mark` returns the text before and
     after the value of the member with a given name.
 
-    Members that the schema does not declare come last, and only if it has `additionalProperties` or no `properties`.
+    Members that the schema does not declare come last. They are allowed if `additionalProperties` allows them, or if
+    the schema has neither `additionalProperties` nor `properties`.
     """
 
     def member(name: Form, marks: tuple[str, str], schema: Any, root: Mapping[str, Any]) -> Form:
@@ -55,7 +56,9 @@ def tagged_arguments(mark: Callable[[str], tuple[str, str]]) -> Callable[[Mappin
 
 
 def _value(schema: Any, root: Mapping[str, Any], end: str) -> Form:
-    """Return a value's grammar: a string without quotes up to the mark `end`, or JSON; any text without a schema."""
+    """Return the grammar of a value. A string is written without quotes up to the mark `end`; other types are JSON. If
+    the schema allows anything, the value is any text up to `end`.
+    """
     if schema is True or schema == {}:
         return {"type": "any_text", "excludes": [end]}
     if isinstance(schema, Mapping):
@@ -66,7 +69,7 @@ def _value(schema: Any, root: Mapping[str, Any], end: str) -> Form:
             return _string(schema, end)
         whole = {**{name: root[name] for name in ("$defs", "definitions") if name in root}, **schema}
         for reference in _references(whole):
-            # the value becomes a schema of its own, where other references would lead elsewhere
+            # the value's schema becomes a root schema, in which other references would lead elsewhere
             if not reference.startswith(INSIDE):
                 raise GrammarError(f"$ref to {reference[:60]!r} is not enforced in this model's format of calls")
         return json_value(whole)

@@ -10,15 +10,15 @@ from cluster.grammar.schema.keywords import Schema, finite, is_never, size, spel
 from cluster.grammar.schema.ordered import in_order
 from cluster.grammar.schema.strings import COMMA, SPACES, literal
 
-ANY_ORDER = 6  # sets of up to this many values may come in any order; that takes one rule per subset
+ANY_ORDER = 6  # a set of at most this many values may be written in any order, which takes one rule per subset
 FEW_VALUES: dict[str, list[Any]] = {"boolean": [True, False], "null": [None]}
 
 
 def array_of(
     rules: Rules, first: list[Node], rest: Node | None, least: int, most: int | None, sure: int | None = None
 ) -> Node:
-    """Return an array of `least` to `most` values: those of `first`, then any number of `rest`. Only the first `sure`
-    values of `first` must be there; later ones may be cut off from the end. None: all must.
+    """Return an array of `least` to `most` values: the values `first`, then any number of values `rest`. If `sure` is
+    None, all of `first` must be written. Otherwise the array may end after the first `sure` of them.
     """
     first = first if most is None else first[:most]
     fewest = max(0, least - len(first))
@@ -47,7 +47,7 @@ def items_of(
     choices: Callable[[Any, str], list[Schema]],
 ) -> Node:
     """Return the array that a plain schema allows. `value` returns the grammar of a schema at a path; `choices` returns
-    its plain schemas.
+    the plain schemas of a schema at a path.
     """
     least, most = size(schema, "minItems") or 0, size(schema, "maxItems")
     if most is not None and most < least:
@@ -63,14 +63,17 @@ def items_of(
     if extra is False and least > len(prefix):
         raise GrammarError(f"minItems {least} is more than prefixItems allows")
     if extra is None:
-        extra = not prefix or least > len(prefix)  # as for objects, no undeclared values, unless `minItems` needs them
+        # Without `items`, undeclared values are allowed only if nothing is declared or `minItems` needs them.
+        extra = not prefix or least > len(prefix)
     first = [value(part, f"{path}/prefixItems/{at}") for at, part in enumerate(prefix)]
     rest = None if extra is False else value(extra, f"{path}/items")
     return array_of(rules, first, rest, least, most, least if "minItems" in schema else None)
 
 
 def _set_of(rules: Rules, schema: Schema, choices: list[Schema], least: int, most: int | None) -> Node:
-    """Return an array of distinct values named by the schema; more than `ANY_ORDER` values keep the schema's order."""
+    """Return an array of distinct values that the schema names. If there are more than `ANY_ORDER` values, they come in
+    the schema's order.
+    """
     named = [_values(choice) for choice in choices]
     if "prefixItems" in schema or None in named:
         raise GrammarError(
@@ -90,7 +93,7 @@ def _set_of(rules: Rules, schema: Schema, choices: list[Schema], least: int, mos
 
 
 def _values(schema: Schema) -> list[Any] | None:
-    """Return all values that a plain schema allows; None if it does not name them."""
+    """Return all values that a plain schema allows, or None if the schema does not name them."""
     found = finite(schema)
     if found is None and types_of(schema) <= FEW_VALUES.keys() and schema.keys() <= {"type"}:
         found = [value for name in sorted(types_of(schema)) for value in FEW_VALUES[name]]
@@ -98,7 +101,9 @@ def _values(schema: Schema) -> list[Any] | None:
 
 
 def _any_order(rules: Rules, values: list[Node], least: int, most: int) -> Node:
-    """Return a rule for each value at most once, in any order. There is one rule per set of values already written."""
+    """Return a rule for `least` to `most` of the values in any order, each at most once. There is one rule for each set
+    of values already written.
+    """
     states: dict[frozenset[int], Node] = {}
 
     def state(written: frozenset[int]) -> Node:

@@ -1,6 +1,6 @@
 """JSON Schemas as grammars. Every output of the grammar is valid for the schema, but not every valid value is an
-output: properties come in the order of their declaration, and undeclared ones come only where `additionalProperties` or
-`items` asks for them.
+output: properties come in the order of their declaration, and undeclared properties or items come only if
+`additionalProperties` or `items` asks for them.
 """
 
 import json
@@ -24,10 +24,11 @@ NULL = Literal("null")
 
 
 def schema_grammar(schema: Any, compact: bool = False) -> str:
-    """Return the grammar of a JSON schema, parsed by `loaded`, in xgrammar's notation; `compact`: without white space.
+    """Return the grammar of a JSON schema, parsed by `loaded`, in xgrammar's notation. If `compact`, outputs have no
+    white space between JSON tokens.
 
     Raises:
-        GrammarError: it is not a schema, or uses a keyword that is not enforced; the message says where.
+        GrammarError: `schema` is not a schema, or uses a keyword that is not enforced; the message says where.
     """
     converter = Converter(schema)
     return converter.rules.written(converter.value(converter.root, "#"), compact)
@@ -43,7 +44,7 @@ def loaded(text: str) -> Any:
     """Parse JSON with exact numbers.
 
     Raises:
-        GrammarError: it is not JSON.
+        GrammarError: the text is not JSON.
     """
     try:
         return json.loads(text, parse_float=Decimal, parse_constant=_refuse)
@@ -66,7 +67,7 @@ class Converter:
     _places: References | None = None
 
     def value(self, schema: Any, path: str) -> Node:
-        """Return the grammar of the values that a schema allows; `path` is its place, for error messages."""
+        """Return the grammar of the values that a schema allows. `path` is the schema's place, for error messages."""
         reader = self._reader()
         kept = reader.checked(schema, path)
         names = kept.keys()
@@ -89,7 +90,7 @@ class Converter:
         return SchemaReader(self._places)
 
     def _referred(self, target: Any, reference: str) -> Node:
-        """Return the rule of a schema that a reference points to; each schema gets one rule."""
+        """Return the rule of a schema that a reference points to. All references to a schema share one rule."""
         if id(target) not in self._referred_to:
             # Reserve the name first: the schema may refer to itself.
             self._referred_to[id(target)] = self.rules.reserve()

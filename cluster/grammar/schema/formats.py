@@ -1,4 +1,6 @@
-"""The string formats that are enforced, as regular expressions. Each matches a subset of its format, never more."""
+"""The string formats that are enforced, as regular expressions. An expression matches a part of its format, or all of
+it, but never more.
+"""
 
 _YEAR = r"[1-9]\d{3}"
 _LEAP = r"(?:[1-9]\d(?:0[48]|[2468][048]|[13579][26])|(?:[2468][048]|[13579][26])00)"
@@ -89,7 +91,7 @@ FORMATS: dict[str, str] = {
         for version in range(1, 9)
     },
 }
-# A narrower subset of a format, used with lengths and patterns that the expression above does not fit.
+# Narrower expressions for some formats, used if the expression above does not fit the schema's lengths and patterns.
 NARROWER: dict[str, str] = {
     "email": r"[A-Za-z0-9_+-](?:\.?[A-Za-z0-9_+-]){0,23}@[A-Za-z0-9](?:-?[A-Za-z0-9]){0,23}(?:\.[A-Za-z]{2,8}){1,2}",
     "uri": rf"[A-Za-z]{{1,8}}://{_AUTHORITY}(?:[/?#][A-Za-z0-9._~!$&'()*+,;=:@/?-]{{0,64}})?",

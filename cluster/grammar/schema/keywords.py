@@ -1,4 +1,6 @@
-"""The keywords of JSON Schema, and functions on plain schemas: a type, and constraints on values of that type."""
+"""The keywords of JSON Schema, and functions on plain schemas. A plain schema has types and constraints on values of
+these types, but no references and no combinations such as anyOf.
+"""
 
 import math
 from decimal import Decimal
@@ -26,7 +28,7 @@ OBJECT = frozenset(
 BY_TYPE = {"string": STRING, "number": NUMBER, "integer": NUMBER, "array": ARRAY, "object": OBJECT}
 TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 COMBINED = frozenset({"$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else"})
-# evaluated last: they apply to what no other part of the schema describes
+# evaluated last: they apply to properties and items that no other part of the schema describes
 LATE = ("unevaluatedProperties", "unevaluatedItems")
 EXCLUDED = "not in"  # not a JSON Schema keyword: in a plain schema, the values that `not` excludes
 CONSTRAINTS = STRING | NUMBER | ARRAY | OBJECT | COMBINED | {"type", "enum", "const"}
@@ -67,7 +69,9 @@ class EmptyError(GrammarError):
 
 
 def finite(schema: Schema) -> list[Any] | None:
-    """Return the values of const and enum that a plain schema's type allows; None if it has neither keyword."""
+    """Return the values of const and enum that a plain schema's type allows. Return None if the schema has neither
+    keyword.
+    """
     named = [[schema["const"]]] if "const" in schema else []
     if "enum" in schema:
         if not isinstance(schema["enum"], list) or not schema["enum"]:
@@ -85,7 +89,7 @@ def finite(schema: Schema) -> list[Any] | None:
 
 
 def spelled(value: Any) -> str:
-    """Return a spelling that only equal values share: 1 and 1.0 have the same, true and 1 have different ones."""
+    """Return a spelling that only equal values share. 1 and 1.0 have the same spelling; true and 1 do not."""
     if isinstance(value, dict):
         return "{" + ",".join(f"{name!r}:{spelled(value[name])}" for name in sorted(value)) + "}"
     if isinstance(value, list):
@@ -96,7 +100,9 @@ def spelled(value: Any) -> str:
 
 
 def types_of(schema: Schema) -> set[str]:
-    """Return the types that a plain schema allows. Without `type`, they follow from keywords of one type."""
+    """Return the types that a plain schema allows. Without the keyword `type`, the types follow from keywords that
+    apply to one type.
+    """
     named = schema.get("type")
     if named is None:
         meant = {kind for kind, keywords in BY_TYPE.items() if keywords & schema.keys()} - {"integer"}
@@ -110,7 +116,7 @@ def types_of(schema: Schema) -> set[str]:
 
 
 def types_of_value(value: Any) -> set[str]:
-    """Return the types that a value has; a whole number is both integer and number."""
+    """Return the types that a value has. A whole number has the types integer and number."""
     if isinstance(value, bool):
         return {"boolean"}
     if isinstance(value, int | Decimal):
@@ -130,7 +136,7 @@ def kinds_of(schema: Schema) -> set[str]:
 
 
 def size(schema: Schema, name: str) -> int | None:
-    """Return the value of a keyword that counts something, such as `minItems`; None if it is absent."""
+    """Return the value of a keyword that counts something, such as `minItems`, or None if the keyword is absent."""
     value = schema.get(name)
     if isinstance(value, Decimal) and value == math.floor(value) and value.adjusted() < 10:
         value = int(value)
@@ -160,7 +166,7 @@ def modern(schema: Schema, path: str) -> Schema:
         found["prefixItems"] = found.pop("items")
         if "additionalItems" in found:
             found["items"] = found["additionalItems"]
-    found.pop("additionalItems", None)  # without a list of `items` it has no effect
+    found.pop("additionalItems", None)  # if `items` is not a list, this keyword has no effect
     if found.get("nullable") is True and isinstance(found.get("type"), str):
         found["type"] = [found["type"], "null"]
         del found["nullable"]

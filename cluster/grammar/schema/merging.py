@@ -11,7 +11,8 @@ SMALLER = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxPropertie
 
 
 def merged(one: Schema, two: Schema, path: str) -> Schema | None:
-    """Return a plain schema for the values valid for both; None if there are none, by type or by enum and const.
+    """Return a plain schema for the values that are valid for both. Return None if types, enum or const show that there
+    is no such value.
 
     Raises:
         GrammarError: the two have constraints that one schema cannot express together.
@@ -31,7 +32,9 @@ def merged(one: Schema, two: Schema, path: str) -> Schema | None:
 
 
 def _closing(one: Schema, two: Schema, path: str) -> Schema:
-    """Return `one` with the properties that only `two` declares; `additionalProperties` of `one` applies to them."""
+    """Return `one` with the properties that only `two` declares. `additionalProperties` of `one` applies to these
+    properties.
+    """
     extra = {"additionalProperties", "unevaluatedProperties", "patternProperties"} & one.keys()
     named = two.get("properties", {})
     beyond = named.keys() - one.get("properties", {}).keys() if isinstance(named, dict) else set()
@@ -82,8 +85,8 @@ def _texts(pattern: Any) -> tuple[Any, ...]:
 
 
 def with_unevaluated(schema: Schema, name: str, value: Any, path: str) -> Schema:
-    """Return the schema with the rule `name: value` for properties or items that none of its keywords describes."""
+    """Return the schema with the rule `name: value` for properties or items that no keyword of the schema describes."""
     others = ("additionalProperties",) if name == "unevaluatedProperties" else ("items",)
     if any(other in schema for other in others):
-        return schema  # `others` describes every property or item, so none is left
+        return schema  # `others` describes every property or item, so the rule applies to none
     return schema | {name: _both(name, schema[name], value, path) if name in schema else value}

@@ -19,7 +19,7 @@ MINUS = Literal("-")
 INTEGER = alt(Literal("0"), seq(repeat(MINUS, 0, 1), chars((0x31, 0x39)), DIGITS))
 EXPONENT = repeat(seq(one_of("eE"), repeat(one_of("+-"), 0, 1), DIGIT, DIGITS), 0, 1)
 NUMBER = seq(repeat(MINUS, 0, 1), WHOLE, FRACTION, EXPONENT)
-MAX_DIGITS = 100  # of a bound
+MAX_DIGITS = 100  # maximum number of digits of a bound
 MAX_MULTIPLES = 2000
 
 
@@ -37,7 +37,9 @@ def integer(rules: Rules, schema: Schema) -> Node:
 
 
 def _whole_bounds(schema: Schema) -> tuple[int | None, int | None]:
-    """Return the smallest and the largest integer that the bounds and the format of a schema allow; None: unbounded."""
+    """Return the smallest and the largest integer that the bounds and the format of a schema allow. None stands for no
+    bound.
+    """
     low, above = _lower(schema)
     high, below = _upper(schema)
     least = None if low is None else math.ceil(low)
@@ -51,7 +53,9 @@ def _whole_bounds(schema: Schema) -> tuple[int | None, int | None]:
 
 
 def _stored(schema: Schema) -> tuple[int, int] | None:
-    """Return the bounds of a `format` of integers; None if it bounds nothing, such as a format of strings."""
+    """Return the bounds of a `format` of integers, or None if the format sets no bounds, such as a format of
+    strings.
+    """
     name = str(schema.get("format", "float"))
     if name not in INTEGERS and name not in STORED and name not in FORMATS and name not in UNRESTRICTED:
         known = ", ".join(sorted([*INTEGERS, *STORED]))
@@ -60,12 +64,12 @@ def _stored(schema: Schema) -> tuple[int, int] | None:
 
 
 def number(rules: Rules, schema: Schema) -> Node:
-    """Return a number by `minimum`, `maximum`, their exclusive forms and `multipleOf`. With any of these it is written
-    without exponent.
+    """Return a number by `minimum`, `maximum`, their exclusive forms and `multipleOf`. If the schema has any of these
+    keywords, the number is written without exponent.
     """
     step = _number(schema, "multipleOf")
     if _stored(schema) is not None or (step is not None and step == math.floor(step)):
-        return integer(rules, schema)  # a multiple of a whole number is one
+        return integer(rules, schema)  # a multiple of a whole number is a whole number
     bounded = _bounded(schema)
     if step is not None:
         return _stepped(rules, seq(repeat(MINUS, 0, 1), WHOLE, FRACTION) if bounded == NUMBER else bounded, step)
@@ -168,7 +172,7 @@ Bound = tuple[Decimal, bool]
 
 
 def _magnitude(low: Bound, high: Bound | None) -> Node:
-    """Return a number without sign from `low` (0 or more) to `high`. A bound is a value and whether it is exclusive."""
+    """Return a number without sign from `low` (0 or more) to `high`. A bound is (value, whether it is exclusive)."""
     whole, fraction = _digits(low[0])
     if high is None:
         return alt(seq(_whole(whole + 1, None), FRACTION), seq(Literal(str(whole)), _above(fraction, low[1])))
@@ -188,7 +192,9 @@ def _digits(value: Decimal) -> tuple[int, str]:
 
 
 def _above(bound: str, strict: bool) -> Node:
-    """Return a fraction part, possibly none, of at least (`strict`: more than) the fraction digits of a bound."""
+    """Return a fraction part, or none, with a value of at least the fraction digits `bound`; if `strict`, above
+    them.
+    """
     if not bound and not strict:
         return FRACTION
     return seq(Literal("."), _more(bound, strict))
@@ -208,7 +214,7 @@ def _between(low: str, above: bool, high: str, below: bool) -> Node:
 
 
 def _more(bound: str, strict: bool) -> Node:
-    """Return digits, one or more, whose value as a fraction is at least (`strict`: more than) the bound's."""
+    """Return one or more digits whose value as a fraction is at least that of `bound`; if `strict`, above it."""
     if not bound:
         return seq(repeat(one_of("0")), chars((0x31, 0x39)), DIGITS) if strict else seq(DIGIT, DIGITS)
     rest = _more(bound[1:], strict)
@@ -217,7 +223,7 @@ def _more(bound: str, strict: bool) -> Node:
 
 
 def _less(bound: str, strict: bool) -> Node:
-    """Return digits, one or more, whose value as a fraction is at most (`strict`: less than) the bound's."""
+    """Return one or more digits whose value as a fraction is at most that of `bound`; if `strict`, below it."""
     if not bound:
         return Chars(()) if strict else repeat(one_of("0"), 1)
     smaller = _digit("0", chr(ord(bound[0]) - 1))
@@ -230,7 +236,9 @@ def _less(bound: str, strict: bool) -> Node:
 
 
 def _inside(low: str, above: bool, high: str, below: bool) -> Node:
-    """Return digits, one or more, between two bounds of the same length."""
+    """Return one or more digits whose value as a fraction is between two bounds of the same length. `above` and `below`
+    say whether the bounds `low` and `high` are exclusive.
+    """
     if not low:
         return Chars(()) if above or below else repeat(one_of("0"), 1)
     if low[0] == high[0]:
@@ -262,8 +270,8 @@ State = tuple[int, int | None]
 def _stepped(rules: Rules, allowed: Node, step: Decimal) -> Node:
     """Return the numbers of `allowed`, without exponent, that are multiples of a step.
 
-    The machine's state is the remainder of the digits so far, and the number of decimals (None: no point yet). A
-    multiple has no more decimals than its step.
+    The state of the automaton is the remainder of the digits so far, and the number of decimals so far, which is None
+    before the decimal point. A multiple has no more decimals than its step.
     """
     places = max(0, -int(step.normalize().as_tuple().exponent))
     by = int(step.scaleb(places))

@@ -1,4 +1,4 @@
-"""JSON objects as grammars: declared properties in the order of their declaration, then additional ones."""
+"""JSON objects as grammars: declared properties in the order of their declaration, then undeclared properties."""
 
 import re
 from collections.abc import Callable, Collection
@@ -18,8 +18,8 @@ NAMED_BY = frozenset({"type", "pattern", "minLength", "maxLength", "format", "co
 
 @dataclass(slots=True)
 class Members:
-    """The members an object may have: `ordered` ones, each with whether it is required, then any number of `extra`
-    ones. `least` and `most` limit the number of members.
+    """The members that an object may have. `ordered` members come first, as (member, whether it is required); then any
+    number of `extra` members, if `extra` is not None. `least` and `most` limit the number of all members.
     """
 
     ordered: list[tuple[Node, bool]]
@@ -36,7 +36,9 @@ def object_of(rules: Rules, members: Members) -> Node:
 
 
 def _tail(rules: Rules, members: Members, cap: int) -> list[Node]:
-    """Return what may follow the declared members, by the number of members written, up to `cap` (or more)."""
+    """Return a list: entry n is what may follow the declared members if n members have been written. The last entry,
+    `cap`, also holds for more members.
+    """
     ends: list[Node] = [SPACES if written else EMPTY for written in range(cap + 1)]
     ends[: members.least] = [NOTHING] * members.least
     if members.extra is None or members.most == 0:
@@ -62,7 +64,7 @@ def members_of(
     choices: Callable[[Any, str], list[Schema]],
 ) -> Members:
     """Return the members that a plain schema of an object allows. `value` returns the grammar of a schema at a path;
-    `choices` returns its plain schemas.
+    `choices` returns the plain schemas of a schema at a path.
     """
     declared, required = _declared(schema), _required(schema)
     least, most = size(schema, "minProperties") or 0, size(schema, "maxProperties")
@@ -108,7 +110,9 @@ def members_of(
 def _keyed(
     rules: Rules, schema: Schema, names: list[Schema] | None, declared: dict[str, Any], extra: Any
 ) -> tuple[Node, Any, str] | None:
-    """Return the key and schema of undeclared members, and the keyword that allows them; None if none are allowed."""
+    """Return the key and schema of undeclared members, and the keyword that allows them. Return None if undeclared
+    members are not allowed.
+    """
     patterns = schema.get("patternProperties", {})
     if patterns:
         if extra not in (None, False) or names is not None:
@@ -131,7 +135,11 @@ def _keyed(
 
 
 def _plain_names(choices: list[Schema]) -> list[Schema]:
-    """Return the plain schemas of names; raise if one of them is not enforced."""
+    """Return `choices`, which are plain schemas of names.
+
+    Raises:
+        GrammarError: a schema has a keyword that is not enforced.
+    """
     for choice in choices:
         if choice.get("type") not in ("string", ["string"]) or choice.keys() - NAMED_BY - {EXCLUDED}:
             raise GrammarError(
@@ -141,13 +149,15 @@ def _plain_names(choices: list[Schema]) -> list[Schema]:
 
 
 def _listed(names: list[Schema]) -> list[str] | None:
-    """Return the allowed names, if the schema lists them; else None."""
+    """Return the allowed names if the schemas list all of them, otherwise None."""
     found = [finite(choice) for choice in names]
     return None if None in found else list(dict.fromkeys(name for values in found if values for name in values))
 
 
 def _other_key(rules: Rules, declared: Collection[str]) -> Node:
-    """Return a key that is not in `declared`. It has no escapes, so it cannot spell a declared name in another way."""
+    """Return a key that is not in `declared`. The key has no escapes, so it cannot be another spelling of a declared
+    name.
+    """
     if not declared:
         return any_string(rules)
     taken = [name for name in declared if literal(name) == Literal(f'"{name}"')]
@@ -164,7 +174,7 @@ def _unlike(taken: list[str]) -> Node:
 
 
 def _extra(schema: Schema) -> Any:
-    """Return the schema of undeclared members: None if not given, false, true or a schema."""
+    """Return the schema of undeclared members (a schema, true or false), or None if `schema` does not give it."""
     found = schema.get("additionalProperties", schema.get("unevaluatedProperties"))
     return False if is_never(found) else found
 

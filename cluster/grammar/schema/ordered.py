@@ -11,14 +11,14 @@ MAX_STATES = 10_000
 def in_order(rules: Rules, parts: list[tuple[Node, bool]], ends: list[Node], most: int | None) -> Node:
     """Return the parts in order, at most `most` of them. The bool of a part says whether it is required.
 
-    `ends[n]` is what may follow the last part when n parts have been written; the last entry also holds for larger n.
-    There is one rule per position and number of parts written.
+    `ends[n]` is the grammar of what follows the last part if n parts have been written; the last entry also holds for
+    larger n. There is one rule for each pair of a position in `parts` and a number of parts written.
     """
     cap = len(ends) - 1
     if (len(parts) + 1) * (cap + 1) > MAX_STATES:
         raise GrammarError("the least and the most number of parts are too large for so many parts")
     states = ends
-    # states[n]: what may come from this position on, after n parts.
+    # states[n]: the rule for the text from this position on if n parts have been written.
     for part, required in reversed(parts):
         before: list[Node] = []
         for written in range(cap + 1):

@@ -1,5 +1,6 @@
-"""Reads JSON Schemas into choices of plain schemas: a type, and constraints on values of that type. Every keyword is
-either known or refused by name. References are resolved, and combinations (allOf, anyOf, oneOf, if) are multiplied out.
+"""Reads a JSON Schema into a list of plain schemas (`keywords`); a value is valid if one of them allows it. Every
+keyword is either known or refused by name. References are resolved, and combinations (allOf, anyOf, oneOf, if) are
+multiplied out.
 """
 
 from collections.abc import Mapping
@@ -38,10 +39,10 @@ class SchemaReader:
     _resolving: list[int] = field(default_factory=list)
 
     def checked(self, schema: Any, path: str) -> Schema:
-        """Return the constraints of a schema; empty if it allows anything.
+        """Return the constraints of a schema. They are empty if the schema allows any value.
 
         Raises:
-            GrammarError: it is not a schema, allows nothing, or has a keyword that is not enforced.
+            GrammarError: `schema` is not a schema, allows nothing, or has a keyword that is not enforced.
         """
         if schema is True:
             return {}
@@ -61,7 +62,7 @@ class SchemaReader:
         return kept
 
     def choices(self, schema: Any, path: str) -> list[Schema]:
-        """Return plain schemas equivalent to a schema: a value is valid if it is valid for one of them."""
+        """Return plain schemas that are equivalent to a schema: a value is valid if at least one of them allows it."""
         kept = self.checked(schema, path)
         found: list[Schema] = [
             {name: value for name, value in kept.items() if name not in COMBINED and name not in LATE}
@@ -94,7 +95,9 @@ class SchemaReader:
         return found
 
     def _conditional(self, schema: Schema, path: str) -> list[Schema]:
-        """Return plain schemas of `if`, `then`, `else`: either `if` and `then` hold, or `if` fails and `else` holds."""
+        """Return plain schemas of `if`, `then` and `else`: a value satisfies `if` and `then`, or it fails `if` and
+        satisfies `else`.
+        """
         fails = self._failing(schema["if"], f"{path}/if")
         held = self.choices(schema["if"], f"{path}/if")
         arms = []
@@ -117,8 +120,10 @@ class SchemaReader:
         ]
 
     def _product(self, ones: list[Schema], twos: list[Schema], path: str) -> list[Schema]:
-        """Return plain schemas for values valid for one of `ones` and one of `twos`. Raises EmptyError if there are
-        none.
+        """Return plain schemas for the values that are valid for one of `ones` and for one of `twos`.
+
+        Raises:
+            EmptyError: there are no such values.
         """
         return self._merged(ones, twos, path) or _nothing(path)
 
@@ -132,7 +137,9 @@ class SchemaReader:
         return [schema for schema in found if schema is not None]
 
     def _disjoint(self, one: Schema, two: Schema, path: str) -> bool:
-        """Whether a property that both describe and one requires has no value valid for both."""
+        """Whether no object is valid for both: a property that both describe, and at least one requires, has no value
+        that is valid for both.
+        """
         names, others = one.get("properties", {}), two.get("properties", {})
         if not isinstance(names, dict) or not isinstance(others, dict):
             return False
@@ -147,7 +154,9 @@ class SchemaReader:
         return False
 
     def check_apart(self, arms: list[list[Schema]], path: str) -> None:
-        """Raise unless the arms of a oneOf are disjoint: no value generated from one arm may be valid for another."""
+        """Raise unless the arms of a oneOf are disjoint: a value generated from an arm must not be valid for another
+        arm.
+        """
         for at, arm in enumerate(arms):
             for other in arms[:at]:
                 pairs = ((one, two) for one in arm for two in other)
@@ -186,7 +195,9 @@ class SchemaReader:
         return None if found is None else set(map(spelled, found))
 
     def _finite(self, schema: Any, path: str) -> list[Any] | None:
-        """Return the values that a schema names, without duplicates; None if it does not name them all."""
+        """Return the values that a schema names, without duplicates. Return None if the schema allows other
+        values too.
+        """
         found = [finite(choice) for choice in self.choices(schema, path)]
         if None in found:
             return None

@@ -1,7 +1,7 @@
 """References inside one schema: JSON pointers, anchors and the ids of subschemas.
 
-RFC 3986 resolves a reference against the nearest `$id` above it. Its fragment is percent-decoded and then is a JSON
-pointer (RFC 6901, section 6) or the name of an `$anchor`.
+A reference is resolved (RFC 3986) against the nearest `$id` above it. The reference's fragment is percent-decoded; it
+is then a JSON pointer (RFC 6901, section 6) or the name of an `$anchor`.
 """
 
 from dataclasses import dataclass, field
@@ -53,7 +53,7 @@ class References:
         """Return the schema that the `$ref` of a schema at `path` points to.
 
         Raises:
-            GrammarError: the target is not in the schema.
+            GrammarError: the reference's target is not in the schema `root`.
         """
         if not isinstance(reference, str):
             raise GrammarError(f"{path}: $ref must be text, as in #/$defs/name")
@@ -61,7 +61,7 @@ class References:
         if uri not in self._named:
             raise GrammarError(f"{path}: $ref {reference[:80]!r} must point into the schema itself, as in #/$defs/name")
         resource = self._named[uri]
-        # some generators embed a schema with its own `$id` whose pointers still start at the root
+        # Some generators embed a schema that has an `$id`, but whose pointers still start at the root.
         for start in (resource, self.root):
             for decoded in (unquote(fragment), fragment):  # some generators do not percent-encode a name with % in it
                 found = [start] if not decoded else _pointed(start, decoded)
@@ -80,7 +80,7 @@ def _absolute(base: str, reference: str) -> str:
 
 
 def _pointed(found: Any, pointer: str) -> list[Any]:
-    """Return a list with the value that a JSON pointer leads to; an empty list if it leads nowhere."""
+    """Return a list with the value that a JSON pointer leads to. The list is empty if there is no such value."""
     if not pointer.startswith("/"):
         return []
     for part in pointer.split("/")[1:]:

@@ -1,4 +1,4 @@
-"""Writes automata as rules: a state entered from several others gets a rule; other states are written inline."""
+"""Writes automata as rules. A state that several other states lead to gets a rule; other states are written inline."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -13,8 +13,8 @@ MOST_NESTED = 12  # maximum depth of states written inline
 def rules_of(
     rules: Rules, automaton: Automaton, written: Callable[[Chars], Node], end: Node = EMPTY, before: Node | None = None
 ) -> Node:
-    """Return the rules of an automaton. `written` returns the grammar of one character class; `end` follows the last
-    one. Every rule reads all the rest of the text and `end`, so the same lookahead `before` holds after each rule.
+    """Return the rules of an automaton. `written` returns the grammar of one character class; `end` follows the whole
+    text. Every rule reads the rest of the text and `end`, so the same lookahead `before` holds after every rule.
     """
     named = {0: rules.reserve()} if _is_entered(automaton, 0) else {}
     waiting = list(named)

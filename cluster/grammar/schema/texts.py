@@ -19,11 +19,11 @@ def text_of_schema(schema: Schema, excluded: Sequence[str] = ()) -> Node | Autom
     """Return the strings allowed by `minLength`, `maxLength`, `pattern`, `format` and `contentEncoding`, without
     `excluded`.
 
-    One expression is returned as it is. Of several, the one that all others include is taken, or else the automaton of
-    their intersection.
+    If one expression, restricted to the lengths, satisfies all keywords, that expression is returned. Otherwise the
+    automaton of the intersection is returned or, if it is too large, an expression for some of the allowed strings.
 
     Raises:
-        GrammarError: these cannot be enforced, or no string satisfies all of them.
+        GrammarError: these keywords cannot be enforced, or no string satisfies all of them.
     """
     least, most = size(schema, "minLength") or 0, size(schema, "maxLength")
     if most is not None and most < least:
@@ -54,7 +54,9 @@ def text_of_schema(schema: Schema, excluded: Sequence[str] = ()) -> Node | Autom
 def _together(
     schema: Schema, required: Sequence[Node], candidates: Sequence[tuple[Node, Node]], least: int, most: int | None
 ) -> Node | Automaton:
-    """Return the automaton of the intersection within the lengths; if too large, an expression for a part of it."""
+    """Return the automaton of the intersection within the lengths. If the automaton is too large, return an expression
+    for some of its texts.
+    """
     try:
         if max(least, most or 0) <= MOST_COUNTED:
             bounds = [repeat(ALL, least, most)] if (least, most) != (0, None) else []
@@ -75,7 +77,7 @@ def _together(
 
 
 def other_than(texts: Sequence[str]) -> list[Node]:
-    """Return a list with an expression for any text except `texts`; an empty list if `texts` is empty."""
+    """Return a list with one expression, for any text except `texts`. If `texts` is empty, the list is empty."""
     return [seq(Look("?!", seq(alt(*map(Literal, texts)), END), negated=True), repeat(ALL))] if texts else []
 
 
@@ -105,8 +107,8 @@ def _patterns(schema: Schema) -> list[Node]:
 def _named(schema: Schema, beside_pattern: bool) -> list[str]:
     """Return the expressions of `format` and `contentEncoding`.
 
-    A format that JSON Schema does not define restricts nothing. Generators write its pattern beside it, and then the
-    pattern decides. Without a pattern the format is refused, because the client means a restriction.
+    A format that JSON Schema does not define restricts nothing. If the schema also has a `pattern`, as generators
+    write, the pattern decides. Otherwise the format is refused, because the client means a restriction.
     """
     found = []
     name, encoding = schema.get("format"), schema.get("contentEncoding")
@@ -127,10 +129,10 @@ def _named(schema: Schema, beside_pattern: bool) -> list[str]:
 
 
 def without_counting(node: Node) -> tuple[Node, tuple[int, int | None]]:
-    """Return an expression without its lookaheads that count characters, `^(?=.{a,b}$)`, and the bounds these stand
-    for.
+    """Return an expression without its lookaheads that count characters, `^(?=.{a,b}$)`; and the bounds (a, b) of all
+    these lookaheads together.
 
-    `(?=.{a,b}\\.?$)` is counted too: any text of `a` to `b` characters satisfies it, whatever its last character is.
+    `(?=.{a,b}\\.?$)` is read as the bounds (a, b) too: any text of a to b characters satisfies that lookahead.
     """
     kept: list[Node] = []
     bounds = []
@@ -161,8 +163,8 @@ def _counted(part: Node) -> tuple[int, int] | None:
 
 
 def with_lengths(node: Node, least: int, most: int | None) -> Node | None:
-    """Return a plain expression restricted to texts of `least` to `most` characters; None if changing the counts of its
-    only flexible repetition cannot express that.
+    """Return a plain expression, restricted to texts of `least` to `most` characters by changing the counts of its only
+    repetition of variable length. Return None if that is not possible.
     """
     low, high = lengths(node)
     if low >= least and (most is None or (high is not None and high <= most)):
@@ -186,7 +188,7 @@ def with_lengths(node: Node, least: int, most: int | None) -> Node | None:
 
 
 def at_most(node: Node, most: int) -> Node:
-    """Return some of the texts with at most `most` characters: the expression's repetitions share that length."""
+    """Return an expression for some of the texts with at most `most` characters. The repetitions share this length."""
     low, high = lengths(node)
     if low > most:
         return NOTHING
@@ -200,7 +202,7 @@ def at_most(node: Node, most: int) -> Node:
             fixed = [0 if last is None else last - first for first, last in spans]
             endless = [last is None for _, last in spans].count(True)
             room = most - low
-            # length for each unbounded part, if all others have their full length
+            # the length left for each unbounded part if all bounded parts have their full length
             each = max(0, room - sum(fixed)) // max(1, endless)
             share = min(1.0, (room - each * endless) / max(1, sum(fixed)))
             rooms = [each if last is None else int((last - first) * share) for first, last in spans]

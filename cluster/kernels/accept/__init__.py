@@ -1,1 +1,1 @@
-"""One kernel, by language."""
+"""The accepted path of a tree, in C and Triton."""

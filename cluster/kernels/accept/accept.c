@@ -1,16 +1,16 @@
-/* The accepted path of each tree, and what was chosen along it. */
+/* The accepted path of each tree, and the target's choices along it. */
 #include "../c/vector.h"
 
 struct aerie_accept {
     const int64_t *tokens, *parents, *depths; /* [trees, nodes], rows at a stride of their own */
     const int64_t *chosen;                    /* [trees, nodes], the target's choice after every node */
     int64_t *path, *taken, *lens, *bonus;     /* [trees, wide], [trees, wide], [trees], [trees] */
-    int8_t *on;                               /* [nodes], to work with */
+    int8_t *on;                               /* [nodes], work space: whether a node is on the path */
     int64_t trees, nodes, wide, tokens_stride, parents_stride, depths_stride;
 };
 
-/* A node is on the path if it is the root, or if its parent is and the target chose its token there. Parents come before
- * their children; a node that is its own parent only fills the tree.
+/* The root is on the path. Another node is if its parent is and the target chose the node's token there. One pass
+ * suffices, as parents come before their children. A node that is its own parent is padding.
  */
 void NAMED(aerie_accept)(const struct aerie_accept *a)
 {

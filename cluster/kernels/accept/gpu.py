@@ -1,4 +1,4 @@
-"""The accepted path of each tree, and what was chosen along it."""
+"""The accepted path of each tree, and the target's choices along it."""
 
 import triton
 import triton.language as tl
@@ -19,16 +19,17 @@ def accept(
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Walks down one tree of `nodes` nodes for each program, by the child that has the token `chosen` `[R, nodes]` at
-    its parent; a node that is its own parent only fills the tree.
+    """Walk down one tree of `nodes` nodes per program: from a node to the child whose token the target chose there,
+    `chosen` `[R, nodes]`. Padding nodes are their own parents.
 
-    Writes `path` and `taken` `[R, WIDE]`, nodes and what was chosen after each, `lens` `[R]` how many count, and
-    `bonus` `[R]` the last that counts. `tokens` and `parents` lie their strides apart.
+    Writes `path` and `taken` `[R, WIDE]` (the nodes, and the token chosen after each), `lens` `[R]` (how many entries
+    are valid) and `bonus` `[R]` (the last valid token). Rows of `tokens` and `parents` are at their strides.
     """
     tree, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     held = at < nodes
     token = tl.load(tokens + tree * tokens_stride + at, mask=held, other=-1)
     parent = tl.load(parents + tree * parents_stride + at, mask=held, other=-1)
+    # Padding entries and the root are their own parents; they are no children.
     parent = tl.where(parent == at, -1, parent)
     choice = tl.load(chosen + tree * nodes + at, mask=held, other=-1)
     first = tl.sum(tl.where(at == 0, choice, 0), 0)
@@ -36,6 +37,8 @@ def accept(
     tl.store(path + tree * WIDE, tl.full([], 0, tl.int64))
     tl.store(taken + tree * WIDE, first)
     for step in range(1, WIDE):
+        # The lowest matching child, or BLOCK if none. Once the walk ends, `walks` stays False, and the rest of `path`
+        # is 0, that of `taken` is `first`.
         child = tl.min(tl.where((parent == node) & (token == last), at, BLOCK), 0)
         walks = walks & (child < BLOCK)
         node = tl.where(walks, child, node)

@@ -1,1 +1,1 @@
-"""One kernel, by language."""
+"""Gated activations, in C and Triton."""

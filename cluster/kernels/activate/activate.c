@@ -1,4 +1,4 @@
-/* Gated activations: gates and ups side by side -> one row. */
+/* Gated activations of gates and ups that lie side by side in a row. */
 #include "../c/threads.h"
 #include "../c/vector.h"
 

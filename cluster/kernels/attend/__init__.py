@@ -1,1 +1,1 @@
-"""One kernel, by language."""
+"""Attention over pages and windows, in C and Triton."""

@@ -1,23 +1,24 @@
-/* Attention of q rows over committed pages and a window under an ancestor mask; see `Seen` in batch.py.
+/* Attention of q rows over committed pages and a window under an ancestor mask; see `AttentionMetadata` in batch.py.
  *
- * What a row sees is in order of position, one cell each. It is summed up in blocks of BLOCK positions from 0 on, and
- * the blocks in order: so the bits of a row depend on nothing but what it sees, not on the tree, the batch or the
- * threads, and a row of a tree has those that plain decoding gives.
+ * A row sees one cell for each position up to its own. Sums go over blocks of BLOCK positions from 0 on, and the blocks
+ * are merged in order. So the bits of a row depend only on the cells that it sees, not on the tree, the batch or the
+ * number of threads, and a row of a tree has the same bits as in plain decoding.
  *
- * A line is one query head of one row. A task is the lines of some rows that share a kv head, so their cells are read once.
+ * A line is one query head of one row. A task is the lines of some rows that share a KV head, so their cells are read
+ * once.
  */
 #include "../c/threads.h"
 #include "block.h"
 #include <stdlib.h>
 
-/* A new cell as codes; nonzero, and all zeros, if a number is not finite or above what scales reach. */
+/* Stores a new cell as FP8 codes. If a number is not finite, or above MOST, stores zeros and returns nonzero. */
 static int store_coded(const struct aerie_attend *a, const stored *from, uint8_t *to)
 {
     int64_t count = a->parts * a->kv_heads * a->size, some = a->parts == 1 ? a->value : a->size;
     uint8_t *scales = to + count;
     memset(scales, 0, a->coded - count);
     for (int64_t i = 0, group = 0; i < count; group++, i += some) {
-        if (a->parts == 1 && group) some = count - i; /* the rotated key behind a latent */
+        if (a->parts == 1 && group) some = count - i; /* the second group: the rotated key behind a latent */
         pattern most = greatest(from + i, some);
         if (most > MOST) {
             memset(to, 0, a->coded);
@@ -29,7 +30,7 @@ static int store_coded(const struct aerie_attend *a, const stored *from, uint8_t
     return 0;
 }
 
-/* A new cell as it is; nonzero, and all zeros, if a number is not finite. */
+/* Stores a new cell as it is. If a number is not finite (then x * 0 is NaN), stores zeros and returns nonzero. */
 static int store_plain(const stored *from, stored *to, int64_t count)
 {
     int64_t even = count / EACH * EACH;
@@ -45,8 +46,8 @@ static int store_plain(const stored *from, stored *to, int64_t count)
     return rest != 0;
 }
 
-/* New cells go into the pool: zeros in place of those that are not finite, whose rows are noted. Slots of page 0, the sink,
- * have several rows each, of which the last one stays: one thread stores them all.
+/* Stores new cells to the pool, and marks in `bad` the rows whose cells are not finite. Several padding rows may write
+ * the same slot of the sink page (page 0). So that the last one always wins, the first part stores all of these.
  */
 static void store_part(const void *data, int64_t part, int64_t parts)
 {
@@ -62,7 +63,7 @@ static void store_part(const void *data, int64_t part, int64_t parts)
     }
 }
 
-/* One line's sums so far, with those of the next block. */
+/* Adds the next block to the online softmax of a line: values, highest score, sum of exponentials. */
 INLINE void merge(real *values, real *highest, real *total, const real *more, real most, real sum, int64_t wide)
 {
     if (sum == 0) return;
@@ -114,7 +115,7 @@ static void attended(const struct job *j, const struct task *t)
     for (int64_t l = 0; t->splits == 1 && l < lines; l++) give(j, t, l, own + l * j->wide, highest[l], total[l]);
 }
 
-/* The partial results of a task that was split, put together in order. */
+/* Merges the partial results of a task that was split, block by block in order, as one thread would have. */
 static void joined(const struct job *j, const struct task *t)
 {
     int64_t lines = t->count * j->repeat, line = j->wide + 2;
@@ -132,7 +133,9 @@ static void joined(const struct job *j, const struct task *t)
     }
 }
 
-/* A thread begins with the tasks of the rows that it has in other kernels too, and then helps the next one with its own. */
+/* Work stealing: a thread first takes its own tasks, those of the rows that it has in other kernels too, whose data are
+ * in its cache. Then it takes remaining tasks of the other threads.
+ */
 static void attend_part(const void *data, int64_t part, int64_t parts)
 {
     const struct job *j = data;
@@ -150,7 +153,9 @@ static void join_part(const void *data, int64_t part, int64_t parts)
         if (j->tasks[at].splits > 1 && j->tasks[at].split == 0) joined(j, j->tasks + at);
 }
 
-/* Adds the tasks of rows `row` to `row + count - 1`, cut so that each has at most `most` rows. */
+/* Adds the tasks of `whole` from index `at` on, for each KV head, with at most `most` rows each. Returns the next
+ * index.
+ */
 static int64_t add(const struct aerie_attend *a, struct task *tasks, int64_t at, struct task whole, int64_t most)
 {
     for (int64_t row = 0; row < whole.count; row += most) {
@@ -198,7 +203,7 @@ void NAMED(aerie_attend)(const struct aerie_attend *a)
     int64_t enough = 1 + a->rows * a->parts * a->kv_heads * a->size / 8192;
     aerie_spread(store_part, &j, larger(1, smaller(a->threads, enough)));
     int64_t kept = 0;
-    if (count && count < a->threads) { /* fewer tasks than threads: long ones are split by blocks */
+    if (count && count < a->threads) { /* fewer tasks than threads: split long tasks by blocks */
         int64_t whole = count, splits = (a->threads + count - 1) / count;
         for (int64_t i = 0; i < whole; i++) {
             struct task *t = tasks + i;

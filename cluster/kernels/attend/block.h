@@ -1,12 +1,12 @@
-/* What attention is told, how it is cut into tasks, and one block of positions of a task. */
+/* The arguments of attention, its tasks, and the computation of one block of positions of a task. */
 #pragma once
 #include "../c/scratch.h"
 #include "coded.h"
 
 #define BLOCK 512
-#define TILE 64  /* lines of a task of a text */
-#define SOME 16  /* cells that are scored or weighed before more are asked for; their copies stay in the nearest cache */
-#define AHEAD 128 /* cells before its use that one is asked for */
+#define TILE 64  /* lines of a prompt's task */
+#define SOME 16  /* cells that are read before the next are prefetched; their copies stay in the L1 cache */
+#define AHEAD 128 /* a cell is prefetched so many cells before its use */
 
 struct aerie_attend {
     void *memory; /* one layer: [slots, parts, kv_heads, size], or [slots, coded] bytes */
@@ -27,16 +27,16 @@ struct aerie_attend {
 
 /* Some rows of one request, for one kv head. */
 struct task {
-    int64_t table, start;  /* its row in the page table; tokens before row 0 of `bits`, or of the text */
+    int64_t table, start;  /* the request's row in the page table; a tree: committed tokens; a prompt: position of row 0 */
     int64_t row, count;    /* batch rows */
-    const int32_t *bits;   /* of the first of them; NULL: a text, in which row i is at start + i */
-    int64_t head;          /* kv head */
-    int64_t begin, end;    /* positions seen */
-    int64_t split, splits; /* which part of its blocks */
-    int64_t partial;       /* where its partial results begin, in lines; they are kept if splits > 1 */
+    const int32_t *bits;   /* ancestor bits of the first row; NULL: a prompt, in which row i is at start + i */
+    int64_t head;          /* KV head */
+    int64_t begin, end;    /* positions that the rows see, together */
+    int64_t split, splits; /* this task has part `split` of `splits` of the blocks */
+    int64_t partial;       /* if splits > 1: where its partial results begin, in lines */
 };
 
-/* How many of a thread's tasks are taken, with no other thread's in its line of the cache. */
+/* The number of a thread's tasks that were taken. Padded to a cache line, so that threads do not share one. */
 struct turns {
     int64_t taken;
     char apart[56];
@@ -46,9 +46,9 @@ struct job {
     const struct aerie_attend *a;
     const struct task *tasks;
     struct turns *turns; /* of each thread */
-    uint8_t *bad;        /* rows whose cells are not finite */
-    real *partials;     /* per line and block: values, the highest score, the sum */
-    int64_t count, repeat, deep, wide; /* deep and wide: size and value in whole lanes */
+    uint8_t *bad;        /* marks rows whose cells are not finite */
+    real *partials;     /* for each line and block: values, highest score, sum */
+    int64_t count, repeat, deep, wide; /* deep, wide: `size` and `value` rounded up to whole lanes */
 };
 
 INLINE int64_t up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
@@ -71,7 +71,9 @@ INLINE void widened_to(real *to, const stored *from, int64_t size, int64_t whole
 
 enum { KEY, VALUE };
 
-/* A cell in FP8. In a latent (one part) the rotated key behind the first `value` numbers has a scale of its own. */
+/* Decodes a key or value of an FP8 cell. In a latent (one part), the rotated key behind the first `value` numbers has
+ * its own scale.
+ */
 INLINE void decoded_to(const struct job *j, int which, int64_t slot, int64_t head, real *to)
 {
     const struct aerie_attend *a = j->a;
@@ -85,13 +87,13 @@ INLINE void decoded_to(const struct job *j, int which, int64_t slot, int64_t hea
     decode(to, cell + group * a->size, which == KEY ? a->size : a->value, which == KEY ? j->deep : j->wide, scales[group]);
 }
 
-/* Whether cells can be used where they lie, as numbers of registers' width; else they are copied to such numbers. */
+/* Whether cells can be used in place: stored as `real`, in whole lanes. Otherwise they are copied to that form. */
 INLINE int in_place(const struct job *j)
 {
     return KIND != 16 && !j->a->coded && j->a->size == j->deep && j->a->value == j->wide;
 }
 
-/* The key or the value of a cell; `copy` has room for either. */
+/* Returns the key or the value of a cell, in place or in `copy`, which has room for either. */
 INLINE const real *placed(const struct job *j, int which, int64_t slot, int64_t head, real *copy)
 {
     const struct aerie_attend *a = j->a;
@@ -108,8 +110,8 @@ INLINE const real *placed(const struct job *j, int which, int64_t slot, int64_t 
     return copy;
 }
 
-/* Asks for keys or values from position `p` to `stop` - 1, into the second cache: cells of a prefix lie too far apart for
- * a processor to guess the next. Inlined, as GCC drops calls of a function that asks and does nothing else.
+/* Prefetches the keys or values of positions `p` to `stop` - 1 into the L2 cache: cells are too far apart for the CPU's
+ * own prefetcher. Inlined, since GCC removes calls of a function that only prefetches.
  */
 INLINE void asked(const struct job *j, const struct task *t, int which, int64_t p, int64_t stop)
 {
@@ -124,7 +126,7 @@ INLINE void asked(const struct job *j, const struct task *t, int which, int64_t 
     }
 }
 
-/* Where `count` keys or values are, from position `p` on: the cells of a page lie one behind the other. */
+/* Sets at[i] to the key or value of position p + i, for `count` positions. The cells of a page are adjacent. */
 static void placed_run(const struct job *j, const struct task *t, int which, int64_t p, int64_t count, const real **at,
                        real *copies)
 {
@@ -145,12 +147,12 @@ static void placed_run(const struct job *j, const struct task *t, int which, int
 
 INLINE int64_t shared_by(const struct task *t) { return t->bits ? t->start : t->end; }
 
-/* While keys are scored or values weighed, of cells `p` to `p` + `n` - 1, asks for the same that come AHEAD, or one task,
- * behind them: memory is never without work, and never asked for more at once than it takes.
+/* While cells `p` to `p` + `n` - 1 are used, prefetches those AHEAD cells later, or at the end of the task those of the
+ * next task. So memory always has work, but never more requests at once than it can take.
  */
 INLINE void asked_ahead(const struct job *j, const struct task *t, int which, int64_t p, int64_t n)
 {
-    if (which == VALUE && j->a->parts == 1) return; /* a latent is both */
+    if (which == VALUE && j->a->parts == 1) return; /* a latent is key and value, so its keys have been prefetched */
     int64_t end = shared_by(t), from = p + smaller(AHEAD, end - t->begin), to = from + n, past = to - end;
     if (from < end) asked(j, t, which, from, smaller(to, end));
     if (past <= 0 || t->splits > 1 || t + 1 == j->tasks + j->count) return;
@@ -158,7 +160,7 @@ INLINE void asked_ahead(const struct job *j, const struct task *t, int which, in
     asked(j, t + 1, which, begin, smaller(t[1].begin + past, shared_by(t + 1)));
 }
 
-/* scores[line][cell] of `ls` lines and `cs` cells, each a sum of LANES lanes. */
+/* scores[line][cell] = scale * (q[line] . key[cell]) of `ls` lines and `cs` cells, each a sum of LANES lanes. */
 INLINE void products(int ls, int cs, const real *q, int64_t deep, const real *const *key, real scale, real *scores)
 {
     lanes sum[4 * 4];
@@ -210,7 +212,7 @@ static void score(const real *q, int64_t lines, int64_t deep, const real *const 
         for (int64_t l = 0; l < lines; l++) products(1, 1, q + l * deep, deep, key + c, scale, scores + l * BLOCK + c);
 }
 
-/* out[line] += weight[line][cell] * value[cell], cell by cell. */
+/* out[line] += weight[line][cell] * value[cell], cell after cell. */
 INLINE void weighted(int ls, int vs, const real *weight, const real *const *value, int64_t count, real *out, int64_t wide)
 {
     vec sum[4][4];
@@ -264,7 +266,9 @@ INLINE int64_t lowest_of(const struct aerie_attend *a, int64_t own)
     return a->first && own >= a->first ? larger(low, a->first) : low;
 }
 
-/* weights[line][..] from scores, for positions `low` to `high` - 1 of the block; the others have none. */
+/* Turns a line's scores into weights exp(score - highest), in place, for positions `low` to `high` - 1 of the block.
+ * The others get 0.
+ */
 INLINE void softmax(real *scores, int64_t low, int64_t high, real *highest, real *total)
 {
     int64_t end = up(high, LANES);
@@ -290,8 +294,8 @@ INLINE void softmax(real *scores, int64_t low, int64_t high, real *highest, real
     *total = summed(sum);
 }
 
-/* Of one row of a tree the keys or values `from` to `high` - 1, by position: its ancestors in the window, which may lie
- * apart. at[0] is that of `from`.
+/* Sets at[0], at[1], ... to the keys or values of a tree row's ancestors at positions `from` to `high` - 1. The k-th
+ * ancestor in the window is at position start + k, wherever its slot is: ancestors need not be in adjacent slots.
  */
 static void placed_window(const struct job *j, const struct task *t, int which, int64_t row, int64_t from, int64_t high,
                           const real **at, real *copies)
@@ -306,8 +310,9 @@ static void placed_window(const struct job *j, const struct task *t, int which, 
         }
 }
 
-/* What one block of positions gives a task's lines: values [lines, wide], highest and total [lines]; total 0: nothing.
- * First what all rows see, or may see, is scored together; then of each row what it sees of the window.
+/* Computes one block of positions for a task's lines: values [lines, wide], highest and total [lines]; total 0: the
+ * line sees nothing in the block. Cells before the window (a prompt: all cells) are scored for all rows together, then
+ * each row's ancestors in the window.
  */
 static void block(const struct job *j, const struct task *t, int64_t number, const real *q, real *values, real *highest,
                   real *total)

@@ -1,10 +1,10 @@
-/* Cells in FP8: the codes of all numbers, then a byte of scale for each group of them, then zeros (arch/cell.py says it all).
- * A scale is a power of two, so a code times its scale is a number of every kind, exactly.
+/* FP8 cells: the codes of all numbers, then one scale byte for each group of numbers, then zeros; see arch/cell.py. A
+ * scale is a power of two, so code * scale is exact in every dtype.
  */
 #pragma once
 #include "../c/e4m3.h"
 
-#define LEAST 10 /* of a scale's byte b, which is 2^(b - 127): then its smallest number is a normal one */
+#define LEAST 10 /* least byte b of a scale 2^(b - 127): the smallest number, scale * 2^-9, is still a normal float */
 
 #if KIND == 64
 typedef uint64_t pattern;
@@ -25,7 +25,7 @@ INLINE real power(uint8_t byte)
     return x;
 }
 
-/* The greatest of some numbers without their signs, as its bits: NaN is above infinity, and that above all others. */
+/* Returns the bits of the greatest magnitude. As integers, the bits of NaN are above those of infinity, the highest. */
 static pattern greatest(const stored *from, int64_t count)
 {
     pattern most = 0;
@@ -39,7 +39,9 @@ static pattern greatest(const stored *from, int64_t count)
     return most;
 }
 
-/* The byte of the smallest power of two of which `most` is at most 448. */
+/* Returns the byte of the smallest scale 2^e with most <= 448 * 2^e = 1.75 * 2^(e + 8): adding a quarter of the
+ * mantissa's range, less one, carries into the exponent if the mantissa is above 1.75.
+ */
 INLINE uint8_t scale_of(pattern most)
 {
     int64_t exponent = (int64_t)((most + ((pattern)1 << (MANTISSA - 2)) - 1) >> MANTISSA) - OF_NUMBER + 127 - 8;
@@ -52,7 +54,9 @@ static void encode(uint8_t *to, const stored *from, int64_t count, uint8_t scale
     for (int64_t i = 0; i < count; i++) to[i] = e4m3_of((float)(get(from + i) * inverse));
 }
 
-/* `count` numbers, then zeros up to `whole`. A byte of scale that is not one, as of memory that nobody wrote, gives NaN. */
+/* Decodes `count` numbers, then zeros up to `whole`. An invalid scale byte (above 246), as in memory that was never
+ * written, can give infinity or NaN. The factor 256 undoes that of `from_e4m3`.
+ */
 INLINE void decode(real *to, const uint8_t *from, int64_t count, int64_t whole, uint8_t scale)
 {
     vec factor = all(power(scale) * 256);

@@ -1,10 +1,11 @@
-"""Paged attention over trees and texts (`Seen` in batch.py): the prefix is read once per request and KV head.
+"""Paged attention over trees and prompts (`AttentionMetadata`); a prefix is read once per block of lines and KV head.
 
-A line is one query head of one row. A program has `LINES` lines of one request that share a KV head, and goes over one
-of `SPLITS` parts of what they see, a tile of positions at a time: first those that all its lines see whole, then the
-others. What another library attended of the first positions is left out here and put to the rest in `join`.
+A line is one query head of one row. A program has `LINES` lines of one request that share a KV head. The positions that
+these lines see are cut into `SPLITS` parts. A program goes over one part, one tile at a time: first the tiles that all
+lines see entirely, then the other tiles, which need masks. If another library has attended the first positions, they
+are left out here and merged in `join`.
 
-Scores are times log2(e), so that powers are of 2, which a GPU has an instruction for.
+The softmax is online (as in FlashAttention), with scores times log2(e), because a GPU has an instruction for 2 ** x.
 """
 
 import triton
@@ -17,7 +18,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def ones(word):
-    """How many bits of each 32-bit word are set."""
+    """Return the number of bits set in each 32-bit word, by sums of 2, 4 and 8 adjacent bits, then of four bytes."""
     x = word.to(tl.uint32, bitcast=True)
     x -= (x >> 1) & 0x55555555
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
@@ -39,9 +40,11 @@ def part_of(
     OF: tl.constexpr,
     ALL: tl.constexpr,
 ):
-    """`COUNT` numbers from `FROM` of the cells that begin at `cells`, zeros behind `SIZE` and, unless `ALL` are, of
-    those that are not to be `read`. If `CODED` is 1 they are codes with one scale, at `scales`, and become numbers `OF`
-    a dtype; if it is 2 those behind `VALUE` numbers have the next scale.
+    """Return numbers `FROM` to `FROM + COUNT - 1` of the cells that begin at offsets `cells`, as `[cells, COUNT]`.
+
+    A cell has `SIZE` numbers; beyond these the result is 0. If `ALL`, all cells are read. If not, cells that the mask
+    `read` excludes give 0. Numbers are plain if `CODED` is 0. If `CODED` is 1, they are FP8 codes with one scale, at
+    `scales`, and are decoded to dtype `OF`. If `CODED` is 2, also FP8, but numbers from `VALUE` on use the next scale.
     """
     at = FROM + tl.arange(0, COUNT)
     places = memory + cells[:, None] + at[None, :]
@@ -62,7 +65,7 @@ def part_of(
 
 @triton.jit
 def cells_of(pages, at, end, PAGE: tl.constexpr, CELL: tl.constexpr):
-    """Where the cells of positions `at` begin, which are read below `end`."""
+    """Return the offsets of the cells of positions `at`: (page * PAGE + at % PAGE) * CELL; page is 0 from `end` on."""
     page = tl.load(pages + at // PAGE, mask=at < end, other=0).to(tl.int64)
     return (page * PAGE + at % PAGE) * CELL
 
@@ -93,17 +96,20 @@ def taken_in(
     WIDEN: tl.constexpr,
     ALL: tl.constexpr,
 ):
-    """The softmax so far (highest score, sum, weighted values) with one more tile, of which lines see `seen`, or
-    `ALL`.
+    """Add one tile to an online softmax (highest score m, sum, weighted values). Lines see the cells in the mask
+    `seen`; if `ALL`, they see all cells.
+
+    With m' = max(m, scores): total' = total * 2^(m - m') + sum 2^(s - m'), and sums' likewise with the values.
     """
-    # Values have one scale, `SCALES` behind that of their keys; so has a part of latent cells on one side of `VALUE`.
+    # FP8: values have one scale, at `scales + SCALES`. FRONT or BACK of a latent has one scale too, unless the boundary
+    # `VALUE` between latent and rotated key is inside it.
     ALONE: tl.constexpr = 1 if CODED else 0
     IN_FRONT: tl.constexpr = 1 if CODED == 2 and FRONT <= VALUE else CODED
     IN_BACK: tl.constexpr = 1 if CODED == 2 and FRONT >= VALUE else CODED
     SECOND: tl.constexpr = 1 if IN_BACK < CODED else 0
     key = part_of(memory, scales, cells, read, 0, FRONT, SIZE, VALUE, IN_FRONT, OF, ALL)
     if BEHIND == 0 and FRONT == VALUE:
-        value = key  # of latents
+        value = key  # a latent: its first VALUE numbers are the value
     else:
         value = part_of(memory + BEHIND, scales + SCALES, cells, read, 0, WIDTH, VALUE, VALUE, ALONE, OF, ALL)
     if WIDEN:
@@ -117,7 +123,7 @@ def taken_in(
     if not ALL:
         scores = tl.where(seen, scores, float("-inf"))
     most = tl.maximum(highest, tl.max(scores, 1) * scale)
-    finite = tl.where(most == float("-inf"), 0.0, most)
+    finite = tl.where(most == float("-inf"), 0.0, most)  # a line that has seen nothing yet: -inf - (-inf) would be NaN
     weights = tl.exp2(scores * scale - finite[:, None])
     kept = tl.exp2(highest - finite)
     total = total * kept + tl.sum(weights, 1)
@@ -125,6 +131,7 @@ def taken_in(
     return most, total, sums
 
 
+# Arguments that change from step to step: specialising on their values would compile the kernel again.
 CHANGING = ["bits_stride", "first_row", "each", "width", "chunks", "first", "window"]
 
 
@@ -177,16 +184,19 @@ def attend(
     WIDE: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Rows of q `[T, HEADS, SIZE]` over `memory` `[slots, CELL]` -> `out` `[T, HEADS, VALUE]`, or where `SPLITS` > 1
-    or `APART` parts of it in `partials`. In a cell the keys of KV heads come first, the values `BEHIND` numbers after.
-    In FP8 (`CODED`) `CELL` are bytes, and behind `NUMBERS` codes are the scales of keys, those of values `SCALES` after
-    them.
+    """Attend rows of q `[T, HEADS, SIZE]` over `memory` `[slots, CELL]` -> `out` `[T, HEADS, VALUE]`. If `SPLITS` > 1
+    or `APART`, write partial results to `partials` `[T, HEADS, SPLITS, WIDTH + 2]` instead.
 
-    Of a tree, program p has lines of request i = p // blocks; its `each` rows see the first `starts[i]` positions and
-    what `bits` say of `width` slots after them, of which, if `APART`, those from `until[i]` on are read. Of a text with
-    `chunks`, at most `CHUNKS`, a power of two, rows `indptr[i]` onwards are at `starts[i]` onwards. Only if `WINDOWED`
-    may rows not see the first positions, for a `window`, `first` or `until`.
-    Keys are taken in two parts, `FRONT` and `BACK`, as sizes such as 576 are no power of two.
+    A cell has the keys of all KV heads, then the values, `BEHIND` numbers after the keys. In FP8 (`CODED`), `CELL` is
+    in bytes, and the scales follow the `NUMBERS` codes: those of keys, and `SCALES` bytes later those of values.
+
+    Tree: program p has lines of request i = p // blocks. The request's `each` rows see the first `starts[i]` positions,
+    and of the `width` slots after these those in `bits`. If `APART`, positions before `until[i]` are left to another
+    library. Prompts (`TEXT`): chunk i has the rows from `indptr[i]` on, at positions from `starts[i]` on. There are
+    `chunks` chunks; `CHUNKS` is a power of two, at least `chunks`. Rows see all positions from 0 on unless `WINDOWED`;
+    then `window`, `first` or `until` may exclude the first ones.
+
+    Keys are read in two parts, `FRONT` and `BACK`, as sizes such as 576 are no power of two.
     """
     REPEAT: tl.constexpr = HEADS // KV_HEADS
     SECOND: tl.constexpr = BACK if BACK > 0 else 1
@@ -194,13 +204,14 @@ def attend(
     task, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     request, row, count, block = task, first_row, each, 0
     if TEXT:
+        # Chunk i has ceil(rows_i * REPEAT / LINES) tasks. Their cumulative sum tells which chunk this task belongs to.
         chunk = tl.arange(0, CHUNKS)
         begins = tl.load(indptr + chunk, mask=chunk < chunks, other=0).to(tl.int32)
         counts = tl.load(indptr + chunk + 1, mask=chunk < chunks, other=0).to(tl.int32) - begins
         blocks = tl.cdiv(counts * REPEAT, LINES)
         until_task = tl.cumsum(blocks, 0)
         request = tl.sum((until_task <= task).to(tl.int32), 0)
-        own_chunk = chunk == request  # none where there are fewer tasks
+        own_chunk = chunk == request  # none in a surplus task, which then has no rows
         row = first_row + tl.sum(tl.where(own_chunk, begins, 0), 0)
         count = tl.sum(tl.where(own_chunk, counts, 0), 0)
         block = task - tl.sum(tl.where(own_chunk, until_task - blocks, 0), 0)
@@ -215,7 +226,8 @@ def attend(
     live = own_row < count
     batch_row = (row + own_row).to(tl.int64)
 
-    # What the lines see: positions `lowest` (0 unless `WINDOWED`) to `own` (of a tree by its bits), all below `end`.
+    # Lines see positions `lowest` (0 unless `WINDOWED`) to `own`, all below `end`. In a tree, `own` is a label: the
+    # row's position in the sequence, length + its number of bits - 1. Its window slot is another number.
     own = length + own_row
     end = tl.max(tl.where(live, own, -1), 0) + 1
     ancestors = bits
@@ -234,6 +246,7 @@ def attend(
             lowest = tl.maximum(lowest, tl.load(until + request).to(tl.int32))
         begin = tl.min(tl.where(live, lowest, end), 0) // TILE
         highest_lowest = tl.max(tl.where(live, lowest, 0), 0)
+    # This split has tiles `start` to `stop - 1`.
     tiles = tl.cdiv(end, TILE) - begin
     share = tl.cdiv(tiles, SPLITS)
     start, stop = begin + split * share, begin + tl.minimum((split + 1) * share, tiles)
@@ -250,7 +263,7 @@ def attend(
     highest = tl.full([LINES], float("-inf"), WIDE)
     total = tl.zeros([LINES], WIDE)
     sums = tl.zeros([LINES, WIDTH], WIDE)
-    # All live lines see tiles `whole_from` to `whole_until` as they are; of the others each sees its own.
+    # All live lines see every position of tiles `whole_from` to `whole_until - 1`; the other tiles need masks.
     reach = tl.min(tl.where(live, own + 1, end), 0) if TEXT else length
     whole_from = tl.minimum(tl.maximum(tl.cdiv(highest_lowest, TILE), start), stop)
     whole_until = tl.minimum(tl.maximum(reach // TILE, whole_from), stop)
@@ -262,7 +275,7 @@ def attend(
             SIZE, VALUE, BEHIND, SCALES, CODED, OF, FRONT, BACK, WIDTH, WIDE, WIDEN, ALL=True,
         )  # fmt: skip
     for tile in range(start, stop - (whole_until - whole_from)):
-        tile += tl.where(tile >= whole_from, whole_until - whole_from, 0)
+        tile += tl.where(tile >= whole_from, whole_until - whole_from, 0)  # skips the tiles of the first loop
         at = tile * TILE + tl.arange(0, TILE)
         cells = cells_of(pages, at, end, PAGE, CELL)
         if TEXT:
@@ -270,8 +283,9 @@ def attend(
             if WINDOWED:
                 seen &= at[None, :] >= lowest[:, None]
         else:
-            slot = at - length
+            slot = at - length  # in the window; negative: committed, and visible
             seen = live[:, None] & (slot < 0)[None, :]
+            # The label of a window slot: length + the number of the row's ancestors in lower slots, counted below.
             label = tl.zeros([LINES, TILE], tl.int32) + tl.minimum(at, length)[None, :]
             for word in tl.static_range(WORDS):
                 held = tl.load(ancestors + own_row * WORDS + word, mask=live, other=0)[:, None]
@@ -279,7 +293,7 @@ def attend(
                 here, below = (place >= 0) & (place < 32) & (slot < width), place & 31
                 seen |= here[None, :] & (((held >> below[None, :]) & 1) != 0)
                 if WINDOWED:
-                    fewer = ones(held & ((1 << below[None, :]) - 1))
+                    fewer = ones(held & ((1 << below[None, :]) - 1))  # ancestors in lower bits of this word
                     label += tl.where(here[None, :], fewer, tl.where((place >= 32)[None, :], ones(held), 0))
             if WINDOWED:
                 seen &= label >= lowest[:, None]
@@ -297,6 +311,7 @@ def attend(
         tl.store(partials + kept_at + WIDTH + 1, total, mask=live)
     else:
         if SINKS:
+            # One more logit in the softmax, without a value.
             sink = tl.load(sinks + own_head, mask=live, other=0.0).to(WIDE) * LOG2E
             most = tl.maximum(highest, sink)
             kept = tl.exp2(highest - most)
@@ -327,11 +342,15 @@ def join(
     WIDTH: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """The parts of each line `[T, HEADS, SPLITS, WIDTH + 2]` (values, the highest score times log2(e), the sum) ->
-    `out`, `AT_ONCE` of them at a time: powers of two, but `SPLITS` is 0 where there are none.
+    """Merge the `partials` of each line `[T, HEADS, SPLITS, WIDTH + 2]` (values, highest score times log2(e), sum) into
+    `out`, `AT_ONCE` splits at a time. `SPLITS` and `AT_ONCE` are powers of two, but `SPLITS` is 0 without partials.
 
-    With `BEFORE` also what was attended of other positions: `before` `[T, HEADS, VALUE]` and the logarithm to base 2 of
-    its sum, `before_lse` `[T, HEADS]`; where there is `until`, only for requests of `each` rows whose entry is not 0.
+    If `BEFORE`, also merge the attention of other positions: `before` `[T, HEADS, VALUE]` and its log-sum-exps to
+    base 2, `before_lse` `[T, HEADS]`. If `until` is given, do so only for requests whose entry of `until` is not 0; a
+    request has `each` rows.
+
+    out = sum_i 2^(m_i - m) values_i / sum_i 2^(m_i - m) total_i over the parts i, with m = max m_i. For `before`,
+    values are normalised: m_i = lse and total_i = 1. A sink adds 2^(sink - m) to the denominator.
     """
     row, head, deep = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WIDTH)
     place = row * HEADS + head
@@ -367,7 +386,7 @@ def join(
 
 @triton.jit(do_not_specialize=["pages_each"])
 def list_pages(pages, rows, indptr, listed, pages_each, BLOCK: tl.constexpr):
-    """The first `indptr[i + 1] - indptr[i]` pages of table row `rows[i]`, request after request, into `listed`."""
+    """Copy the first `indptr[i + 1] - indptr[i]` pages of table row `rows[i]` to `listed`, request after request."""
     request, at = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     begin = tl.load(indptr + request)
     held = at < tl.load(indptr + request + 1) - begin

@@ -1,4 +1,4 @@
-/* Logits with what a grammar does not have barred, of masks with a bit for each token. */
+/* Applies a token bitmask to logits: tokens that a grammar does not allow are masked out. */
 #include "../c/threads.h"
 #include "bars.h"
 
@@ -11,7 +11,7 @@ struct job {
     real barred;
 };
 
-/* Of at most WORD tokens, of which `left` are there. */
+/* Masks the tokens of one word: WORD tokens, or `left` if these are fewer. */
 INLINE void of_word(const stored *from, real *out, uint32_t bits, int64_t left, const real *more)
 {
     if (left < WORD) {
@@ -38,8 +38,9 @@ static void part(const void *data, int64_t part, int64_t parts)
     }
 }
 
-/* logits [count, size] at `stride`, masks [count, words] -> out [count, size], as wide as registers. Column i is token
- * ids[i], or token i where ids is NULL. `barred` is added to what a mask does not have; an empty mask makes its row NaN.
+/* logits [count, size] at `stride`, masks [count, words] -> out [count, size], of type `real`. Column i is token
+ * ids[i], or token i if ids is NULL. `barred` is added to tokens that the mask does not allow; an empty mask makes its
+ * row NaN.
  */
 void NAMED(aerie_bar)(const stored *logits, const int32_t *masks, const int64_t *ids, void *out, int64_t count, int64_t size,
                       int64_t stride, int64_t words, double barred, int64_t threads)

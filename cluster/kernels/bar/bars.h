@@ -1,13 +1,15 @@
-/* What a mask, with a bit for each token, adds to logits: `bar` writes the sums, `choice` ranks by them. */
+/* What a token bitmask adds to logits. `bar` writes the sums; `choice` ranks by them without writing them. */
 #pragma once
 #include "../c/vector.h"
 
-enum { WORD = 32 }; /* tokens in a word of a mask */
+enum { WORD = 32 }; /* tokens in a word of a bitmask */
 static const whole PLACES[16] __attribute__((aligned(64))) = {
     1, 1 << 1, 1 << 2, 1 << 3, 1 << 4, 1 << 5, 1 << 6, 1 << 7,
     1 << 8, 1 << 9, 1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15};
 
-/* more[bit] is added to a token's logit: `far` where the mask does not have it, NaN to all where the mask is empty. */
+/* Sets more[bit], which is added to the logit of a token with that bit: `far` for 0, nothing for 1; NaN if no bit is
+ * set.
+ */
 INLINE void bars_of(const int32_t *mask, int64_t words, real far, real *more)
 {
     int32_t any = 0;
@@ -15,7 +17,8 @@ INLINE void bars_of(const int32_t *mask, int64_t words, real far, real *more)
     more[0] = any ? far : (real)NAN, more[1] = any ? 0 : (real)NAN;
 }
 
-/* Logits of EACH tokens, whose bits are the lowest of `bits`. Most masks have all of EACH neighbours or none of them. */
+/* Masks EACH logits by the lowest bits of `bits`. Most masks allow all of EACH neighbours or none, so these come first.
+ */
 INLINE vec barred(vec logits, uint32_t bits, const real *more)
 {
     const uint32_t every = (1u << EACH) - 1;

@@ -1,8 +1,8 @@
-/* Tiles of 16 rows and 16 columns (AMX): one instruction joins 32 inputs of each. It adds up the products of even inputs and
- * those of odd ones, each a chain, and both to the sum so far; what is too small for a normal number counts as zero. A
- * row's bits do not depend on how many rows its tile has, so that even one row is a tile.
+/* AMX tiles of 16 rows and 16 columns: one instruction adds the products of 32 inputs. It sums the products of even
+ * inputs and of odd inputs in two chains, and adds both to the previous sum; denormal numbers count as zero. A row's
+ * bits do not depend on the number of rows in its tile, so even a single row uses a tile.
  *
- * By hand, as assemblers have known these for longer than compilers.
+ * In inline assembly, as assemblers support AMX for longer than compilers.
  */
 #pragma once
 #include "vector.h"
@@ -11,18 +11,18 @@
 #define SIDE 16 /* rows of a tile, and columns */
 #define STEP 32 /* inputs of a tile */
 #define BLOCK (SIDE * STEP)
-#define SUMS_HELD 4 /* in registers, as each waits for its last product: of two tiles of rows two panels, of one four */
-#define AHEAD 4     /* tiles before its use that a panel is asked for where one tile of rows takes it alone */
+#define SUMS_HELD 4 /* sums in registers, to hide the latency of products: 2 tiles of rows x 2 panels, or 1 x 4 */
+#define AHEAD 4     /* a panel that only one tile of rows reads is prefetched so many tiles before its use */
 
 typedef real sums[SIDE * SIDE];
 
-/* Registers 0 to 3 hold sums, 4 tiles of rows, 6 and 7 of panels, and 5 of either. */
+/* Tile registers: 0 to 3 hold sums, 4 a tile of rows, 6 and 7 tiles of panels, and 5 one of either. */
 #define CLEAR(tile) __asm__ volatile("tilezero %%tmm" #tile ::)
 #define LOAD(tile, at) __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(at), "r"((int64_t)64) : "memory")
 #define STORE(tile, at) __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(at), "r"((int64_t)64) : "memory")
 #define JOIN(sum, rows, panel) __asm__ volatile("tdpbf16ps %%tmm" #panel ", %%tmm" #rows ", %%tmm" #sum ::)
 
-/* Tiles of `each` rows; with one tile of rows at a time the fifth register is a panel's. */
+/* Configures tiles of `each` rows, `high` of them at a time; if `high` is 1, register 5 is for panels. */
 INLINE void configure(int64_t each, int high)
 {
     struct {
@@ -37,21 +37,21 @@ INLINE void configure(int64_t each, int high)
     __asm__ volatile("ldtilecfg %0" ::"m"(shape));
 }
 
-/* A thread that keeps tiles has more to save when it is interrupted. */
+/* Releases the tiles: with live tiles, a context switch has more state to save. */
 INLINE void release(void) { __asm__ volatile("tilerelease" ::); }
 
-/* Some steps of one or two tiles of rows times up to four panels, or two. */
+/* One tile of rows times up to four panels, or two tiles times up to two panels, for some steps of STEP inputs. */
 struct group {
-    const stored *rows;   /* of each tile [steps][each][STEP] */
-    const stored *panels; /* of each panel [steps][STEP / 2][SIDE][2] */
-    int64_t each, steps, tile, panel; /* numbers from one tile of rows, or panel, to the next */
-    sums *at;                   /* [high][2], or [np] of one tile of rows */
-    int onward;                 /* sums begin with what is there */
-    int alone;                  /* no other tile of rows takes these panels */
-    const stored *next;         /* the panels that are taken next, to ask memory for; NULL: none, or another group does */
+    const stored *rows;   /* each tile is [steps][each][STEP] */
+    const stored *panels; /* each panel is [steps][STEP / 2][SIDE][2] */
+    int64_t each, steps, tile, panel; /* tile, panel: strides between tiles of rows and between panels, in numbers */
+    sums *at;                   /* [high][2], or [np] with one tile of rows */
+    int onward;                 /* continue the sums in `at`; else start at 0 */
+    int alone;                  /* no other tile of rows reads these panels */
+    const stored *next;         /* the next panels, to be prefetched; NULL: none, or another group prefetches them */
 };
 
-/* What a tile takes of a row of which `left` inputs are still to come: zeros after these. */
+/* Loads STEP inputs of a row; zeros if only `left` are left. */
 INLINE __m512i inputs_at(const stored *from, int64_t left)
 {
     __mmask32 there = left >= STEP ? ~(__mmask32)0 : left > 0 ? ((__mmask32)1 << left) - 1 : 0;
@@ -63,7 +63,7 @@ INLINE void ask(const stored *block, int far)
     for (int i = 0; i < BLOCK; i += 32) far ? __builtin_prefetch(block + i, 0, 2) : __builtin_prefetch(block + i);
 }
 
-/* `high` tiles of rows times `np` panels. */
+/* Computes `high` tiles of rows times `np` panels. */
 INLINE void group_of(const struct group *g, int high, int np)
 {
     const int third = high == 2 || np > 2, fourth = np > 3 || (high == 2 && np == 2);
@@ -80,7 +80,7 @@ INLINE void group_of(const struct group *g, int high, int np)
     }
     const stored *rows = g->rows, *panel = g->panels;
     for (int64_t k = 0; k < g->steps; k++, rows += g->each * STEP, panel += BLOCK) {
-        int64_t past = k + AHEAD < g->steps ? 0 : (np - 1) * g->panel; /* the next group's begin behind these */
+        int64_t past = k + AHEAD < g->steps ? 0 : (np - 1) * g->panel; /* at the end: the next group's panels */
         for (int p = 0; p < np; p++) {
             if (g->alone)
                 ask(panel + p * g->panel + past + AHEAD * BLOCK, 0);

@@ -1,12 +1,12 @@
-/* Kernels one after the other, by one call: where each takes microseconds, a call from Python takes as long as the kernel.
+/* Runs several kernels in one call: if each takes microseconds, a call from Python takes as long as the kernel.
  *
- * Every kernel takes whole numbers and pointers, of 64 bits, and at most two doubles. On x86-64 (System V) and AArch64 both
- * sorts have registers of their own, and the caller removes what lies on the stack. So a kernel finds its arguments where it
- * looks for them, whatever its order of the two sorts is, and does not see the arguments that it does not take.
+ * Every kernel takes 64-bit integers and pointers, and at most two doubles. On x86-64 (System V) and AArch64 integers
+ * and doubles have separate registers, and the caller cleans the stack. So all kernels can be called with one
+ * signature: a kernel finds its arguments in any order of integers and doubles, and ignores surplus ones.
  */
 #include "calls.h"
 
-#define WHOLES 16 /* of which six or eight are in registers, the others on the stack in their order */
+#define WHOLES 16 /* integers; the first six (x86-64) or eight (AArch64) are in registers, the others on the stack */
 
 struct aerie_call {
     void (*run)(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
@@ -17,7 +17,7 @@ struct aerie_call {
 
 _Thread_local int64_t aerie_missing;
 
-/* Returns how many rows the calls asked for that there are not. */
+/* Runs the calls; returns how many missing rows they were asked for. */
 int64_t aerie_calls(const struct aerie_call *calls, int64_t count)
 {
     for (int64_t i = 0; i < count; i++) {

@@ -1,5 +1,5 @@
-/* What calls that nobody looks after leave behind. */
+/* The error count of joined calls, whose kernels have no other way to report an error. */
 #pragma once
 #include <stdint.h>
 
-extern _Thread_local int64_t aerie_missing; /* rows that were asked for and that there are not, since `aerie_calls` told */
+extern _Thread_local int64_t aerie_missing; /* accesses to missing rows of tables since `aerie_calls` last returned */

@@ -1,4 +1,4 @@
-/* FP8 e4m3 <-> numbers: LANES bytes to registers, and a number to its byte. */
+/* FP8 e4m3: decodes LANES bytes to registers, and encodes one number. */
 #pragma once
 #include "vector.h"
 #ifdef __AVX__
@@ -13,7 +13,7 @@ typedef struct { ints part[FOLDS]; } integers;
 
 INLINE octets octets_at(const uint8_t *from) { return *(const anywhere *)from; }
 
-/* Bytes, with their signs, as whole numbers. */
+/* Sign-extends bytes to integers. */
 INLINE integers widened(octets b)
 {
     integers to;
@@ -30,7 +30,10 @@ INLINE integers widened(octets b)
     return to;
 }
 
-/* FP8 e4m3, divided by 256: then its exponents are those of half precision, whose conversion knows the smallest ones. */
+/* Decodes FP8 e4m3 to value / 256. Shifted by 7 bits, a code is a half-precision number: its exponent bias is 15
+ * instead of 7, hence / 256, and the conversion of halves also handles denormals. Without that instruction, the same
+ * with float bits.
+ */
 INLINE numbers from_e4m3(octets b)
 {
     numbers to;
@@ -58,8 +61,9 @@ INLINE numbers from_e4m3(octets b)
     return to;
 }
 
-/* The nearest code, ties to even, of a number from -448 to 448. Below the smallest normal number, 2^-6, codes are 2^-9
- * apart, as floats are from 2^14 on.
+/* Returns the nearest code, ties to even, of a number from -448 to 448. Normal numbers: rounds the mantissa from 23 to
+ * 3 bits. Below 2^-6, the smallest normal number, codes are 2^-9 apart, as floats from 2^14 on are: adding 2^14 rounds
+ * to a multiple of 2^-9 and leaves the code in the low bits.
  */
 INLINE uint8_t e4m3_of(float x)
 {

@@ -1,10 +1,10 @@
-/* The root mean square norm of one row. */
+/* RMS norm of one row: x / sqrt(mean(x^2) + eps) * scale. */
 #pragma once
 #include "vector.h"
 
 struct scale {
-    const void *at; /* NULL: there is no norm */
-    int64_t wide;   /* whether it is as wide as registers, not as memory */
+    const void *at; /* the scale's numbers; NULL: no norm */
+    int64_t wide;   /* whether they are of type `real` instead of `stored` */
     double eps;
 };
 

@@ -25,7 +25,9 @@ static void make_key(void)
     if (pthread_key_create(&end_of_thread, give_back)) abort();
 }
 
-/* At least `bytes`, aligned to 64; what an earlier call for the same slot gave is no longer valid. */
+/* Returns at least `bytes`, aligned to 64, of this thread's memory. It invalidates the result of an earlier call with
+ * the same slot.
+ */
 void *aerie_scratch(int slot, size_t bytes)
 {
     if (kept[slot].bytes < bytes) {

@@ -3,7 +3,7 @@
 typedef void (*fork_of)(void (*run)(void *), void *data, unsigned threads, unsigned flags);
 static fork_of fork_threads; /* GOMP_parallel */
 static int (*own_number)(void); /* omp_get_thread_num */
-static int (*how_many)(void); /* omp_get_num_threads, which may be fewer than were asked for */
+static int (*how_many)(void); /* omp_get_num_threads; may be fewer than requested */
 
 void aerie_runtime(void *parallel, void *number, void *count)
 {
@@ -29,7 +29,7 @@ void aerie_spread(part_of run, const void *job, int64_t parts)
 {
     struct spread all = {run, job, parts};
     if (parts > 1 && fork_threads)
-        fork_threads(one, &all, 0, 0); /* always the whole team: GNU's runtime ends threads that a smaller one lacks */
+        fork_threads(one, &all, 0, 0); /* the whole team: for a smaller one, GNU's runtime would end threads */
     else
         for (int64_t part = 0; part < parts; part++) run(job, part, parts);
 }

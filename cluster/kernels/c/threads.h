@@ -1,4 +1,6 @@
-/* A job in parts on the threads that torch computes with: its OpenMP runtime, so that no second set of threads spins. */
+/* Runs the parts of a job on torch's threads, by torch's OpenMP runtime: a second pool of spinning threads would
+ * compete.
+ */
 #pragma once
 #include <stdint.h>
 

@@ -1,9 +1,9 @@
-/* One turn of a product's sums: TURN inputs of a row, its entry, times as many inputs of EACH columns, a factor.
+/* One turn of a product: sum += entry * factor. An entry is TURN inputs of a row; a factor is the weights of these
+ * inputs in EACH columns.
  *
- * One input a turn, a product and a sum rounded once where there are fused products. Where bfloat16 has an instruction of
- * its own (AVX512-BF16, vdpbf16ps), two: both products are exact, and added one after the other; what is too small for a
- * normal number counts as zero. `left` inputs are still to come: of the last one where their number is odd, the other
- * half of entry and factor is zero.
+ * A turn has one input, with a fused multiply-add if the target has one. With AVX512-BF16 (vdpbf16ps) it has two
+ * inputs: both products are exact and added one after the other; denormal numbers count as zero. `left` is the number
+ * of inputs left; if only one is left, the other half of entry and factor is zero.
  */
 #pragma once
 #include "vector.h"
@@ -11,10 +11,10 @@
 #if KIND == 16 && defined(__AVX512BF16__)
 #include <immintrin.h>
 #define TURN 2
-typedef uint32_t entry; /* the first input in its lower half */
+typedef uint32_t entry; /* the first input is in the lower half */
 typedef __m512i factor;
 
-/* The numbers of one input, and those of another behind them, column by column. */
+/* Interleaves the weights of two inputs, which lie one after the other, column by column. */
 INLINE factor side_by_side(__m512i both)
 {
     static const uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
@@ -29,7 +29,8 @@ INLINE factor factor_of(const stored *at, int64_t left)
 
 INLINE entry entry_of(const stored *at, int64_t left) { return at[0] | (left > 1 ? (entry)at[1] << 16 : 0); }
 
-/* By hand: the compiler takes its own function for one that may write to memory, and stores all sums in every turn. */
+/* Inline assembly, since the compiler treats its intrinsic as one that may write memory, and stores all sums each turn.
+ */
 INLINE vec joined(vec sum, entry x, factor weight)
 {
     __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(_mm512_set1_epi32((int)x)), "v"(weight));
@@ -49,7 +50,7 @@ INLINE vec joined(vec sum, entry x, factor weight) { return sum + all(x) * weigh
 typedef entry four __attribute__((vector_size(4 * sizeof(entry))));
 typedef entry loose_four __attribute__((vector_size(4 * sizeof(entry)), aligned(sizeof(stored)), may_alias));
 
-/* Those of four whole turns. */
+/* Loads the entries of four full turns. */
 INLINE four four_of(const stored *at)
 {
 #if KIND == 16 && TURN == 1
@@ -59,7 +60,7 @@ INLINE four four_of(const stored *at)
 #endif
 }
 
-/* Entries of four turns of four rows become those of four rows in four turns. */
+/* Transposes entries [row][turn] of four rows and four turns to [turn][row]. */
 INLINE void transpose(four x[4])
 {
     four a = __builtin_shufflevector(x[0], x[1], 0, 4, 1, 5), b = __builtin_shufflevector(x[2], x[3], 0, 4, 1, 5);

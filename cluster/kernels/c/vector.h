@@ -1,8 +1,8 @@
-/* Numbers, vectors and sums of the C kernels, for one kind of number (KIND) and whatever vectors the compiler's target
- * has. A sum has LANES lanes on every CPU, and is folded in one order: its bits depend neither on the CPU, as long as it
- * has fused products, nor on how many rows are computed beside.
+/* Numbers, vectors and sums of the C kernels, for one kind of number (KIND) and the vector width of the compiler's
+ * target. A sum has LANES lanes on every CPU and is folded in one order. So its bits depend neither on the CPU, if it
+ * has fused multiply-add, nor on the number of rows in the batch.
  *
- * KIND 32: float. 64: double. 16: bfloat16 in memory, float in registers.
+ * KIND 32: float. 64: double. 16: bfloat16 in memory (`stored`), float in registers (`real`).
  */
 #pragma once
 #include <math.h>
@@ -45,15 +45,17 @@ typedef real stored;
 #define BYTES 16
 #endif
 #define EACH ((int)(BYTES / sizeof(real))) /* numbers in a register */
-#define LANES ((int)(64 / sizeof(real)))   /* numbers that a sum or a panel has side by side */
-#define FOLDS (64 / BYTES)                 /* registers that hold them */
+#define LANES ((int)(64 / sizeof(real)))   /* lanes of a sum, columns of a panel */
+#define FOLDS (64 / BYTES)                 /* registers that hold LANES numbers */
 
 typedef real vec __attribute__((vector_size(BYTES)));
 typedef real loose __attribute__((vector_size(BYTES), aligned(sizeof(real)), may_alias));
 typedef whole ints __attribute__((vector_size(BYTES)));
 typedef struct { vec part[FOLDS]; } lanes;
 
-/* a * b + c, rounded once where the target can: for single numbers, whose contraction is left to the compiler else. */
+/* a * b + c, rounded once if the target has FMA. For scalars, where the compiler would otherwise choose whether to
+ * fuse.
+ */
 INLINE real fused(real a, real b, real c)
 {
 #if !defined(__FMA__) && !defined(__ARM_FEATURE_FMA)
@@ -98,13 +100,13 @@ INLINE real get(const stored *from) { return *from; }
 INLINE void put(stored *to, real x) { *to = x; }
 #endif
 
-/* 16 bytes: what a sum is folded to before its last steps. */
+/* 16 bytes: the width to which a sum is folded before its last steps. */
 typedef real few __attribute__((vector_size(16)));
 #if BYTES == 64
 typedef real half __attribute__((vector_size(32)));
 #endif
 
-/* Lane i + lane i + LANES / 2, and so on, down to 16 bytes. */
+/* Adds lane i + LANES / 2 to lane i, then halves again, down to 16 bytes. */
 INLINE few folded(lanes x)
 {
 #if BYTES == 64 && KIND == 64
@@ -135,7 +137,7 @@ INLINE real summed(lanes x)
 #endif
 }
 
-/* The sums of as many lanes as 16 bytes hold numbers, each as `summed` gives it. */
+/* Returns the sums of SUMS sets of lanes in 16 bytes, each with the bits of `summed`. */
 #if KIND == 64
 #define SUMS 2
 INLINE few all_summed(const lanes *x)
@@ -156,8 +158,9 @@ INLINE few all_summed(const lanes *x)
 
 #if BYTES == 64 && KIND != 64
 #define DENSE 1
-/* The sums of four lines with four cells, in lanes [line][cell], each as `summed` gives it: halves of two are added at once,
- * then quarters of four, and so on, since folding each alone takes longer than the products that it ends.
+/* Returns the sums of four lines times four cells in lanes [line][cell], each with the bits of `summed`. It adds the
+ * halves of two sums at once, then the quarters of four, and so on: folding each alone takes longer than the products
+ * themselves.
  */
 INLINE vec sixteen_summed(const vec x[4][4])
 {
@@ -181,8 +184,9 @@ INLINE vec sixteen_summed(const vec x[4][4])
 }
 #endif
 
-/* exp(x) within 2 units of the last place; 0 far below, infinity far above, NaN of NaN. Cody and Waite's reduction by
- * log 2 in two parts, then the series of exp on [-log 2 / 2, log 2 / 2].
+/* exp(x) within 2 units in the last place; 0 below `least`, infinity above `most`, NaN for NaN. Cody and Waite's
+ * reduction x = k log 2 + r, with log 2 in two parts, then exp(x) = 2^k exp(r) with the series of exp on [-log 2 / 2,
+ * log 2 / 2].
  */
 INLINE vec exponential(vec x)
 {

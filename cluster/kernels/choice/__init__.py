@@ -1,1 +1,1 @@
-"""One kernel, by language."""
+"""The best tokens of rows of logits, with keyed noise, in C and Triton."""

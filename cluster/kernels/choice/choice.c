@@ -1,20 +1,22 @@
-/* The best tokens of rows of logits, by scores that are made in registers and never written; see `scores.h`.
+/* The best tokens of rows of logits. Scores are computed in registers and never written; see `scores.h`.
  *
- * Noise takes two logarithms, its hash few instructions; so a token is scored only where a bound that takes none says
- * that it could be among the best. Which are scored does not change which are best.
+ * Noise takes two logarithms; its hash takes few instructions. So a token is scored only if an upper bound of its
+ * score, which needs no logarithm, says that it could be among the best. This does not change the result.
  */
 #include "scores.h"
 
-enum { BEST, LIKELIEST, FOUND }; /* a row's best and their scores; their log-probabilities; scores, and the log of the sum */
+/* The results: the best tokens and their scores; the best and their log-probabilities; scores, and their log-sum-exp.
+ */
+enum { BEST, LIKELIEST, FOUND };
 
-#define SEVERAL 4  /* vectors that are passed over together */
-#define BLOCK 2048 /* tokens of a row that are summed up together */
+#define SEVERAL 4  /* vectors whose bounds are tested together */
+#define BLOCK 2048 /* tokens of a row that are summed together */
 
-/* The best of a row up to some column, the highest first; of equal ones the lower column. */
+/* The best tokens of a row up to some column, highest score first; of equal scores, the lower column first. */
 struct best {
     real score[MOST];
     int64_t column[MOST], held, count;
-    int64_t bad; /* the first column that is no number; -1: none */
+    int64_t bad; /* the first column that is NaN; -1: none */
 };
 
 INLINE void take(struct best *b, real score, int64_t column)
@@ -25,13 +27,13 @@ INLINE void take(struct best *b, real score, int64_t column)
     b->score[at] = score, b->column[at] = column;
 }
 
-/* Whether some score, or number that it does not exceed, could be among the best. */
+/* Whether some score, or upper bound of a score, could be among the best; NaN could. */
 INLINE int matters(const struct best *b, vec x)
 {
     return b->held < b->count || some(~(x <= b->score[b->count - 1]));
 }
 
-/* Take what is best of EACH columns; 0 where one of them is no number. */
+/* Takes the best of EACH columns; returns 0 if one of them is NaN. */
 INLINE int take_each(const struct row *row, int noisy, int64_t at, struct best *b)
 {
     if (!matters(b, bounds_at(row, noisy, at))) return 1;
@@ -63,7 +65,9 @@ INLINE void rank(const struct row *row, int noisy, struct best *b)
     }
 }
 
-/* The sum of exp(score - most) over the row, as LANES lanes; in blocks, as small numbers are lost beside a long sum. */
+/* The sum of exp(score - most) over the row, in LANES lanes. Summed in blocks, since a long sum would absorb small
+ * terms.
+ */
 INLINE real total(const struct row *row, int noisy, real most)
 {
     lanes sum = {{{0}}};

@@ -1,6 +1,6 @@
-"""The best tokens after each row, and the log of the sum over its scores, in one pass over the logits; keys of noise.
+"""The best tokens of each row, and the log-sum-exp of its scores, in one pass over the logits; the keys of noise.
 
-A score is a tempered logit plus keyed noise, made in registers; nothing that has the size of the vocabulary is written.
+A score is a tempered logit plus keyed noise. Scores exist only in registers: nothing of vocabulary size is written.
 """
 
 import triton
@@ -9,7 +9,7 @@ import triton.language as tl
 
 @triton.jit
 def mixed(x, between):
-    """MurmurHash3's 32-bit finaliser of unsigned words; `between` enters before its second round."""
+    """Return MurmurHash3's 32-bit finaliser of unsigned words; `between` is mixed in before the second round."""
     x = ((x ^ (x >> 16)) * 0x85EBCA6B) ^ between
     x = (x ^ (x >> 13)) * 0xC2B2AE35
     return x ^ (x >> 16)
@@ -17,20 +17,25 @@ def mixed(x, between):
 
 @triton.jit
 def gumbel(key, hashes, WIDE: tl.constexpr):
-    """Gumbel noise under a 64-bit `key`, for tokens with `hashes`."""
+    """Return Gumbel noise -log(-log(1 - u)) under a 64-bit `key`, for tokens with `hashes`; u is uniform in (0, 1)."""
     low, high = key.to(tl.uint64, bitcast=True).to(tl.uint32), (key.to(tl.uint64, bitcast=True) >> 32).to(tl.uint32)
     bits = mixed(low ^ hashes.to(tl.uint32, bitcast=True), high) & 0x7FFFFFFF
-    uniform = (bits.to(WIDE) + 0.5) * 4.656612873077393e-10
+    uniform = (bits.to(WIDE) + 0.5) * 4.656612873077393e-10  # (b + 0.5) / 2^31 for 31 bits b
     least: tl.constexpr = 1.1102230246251565e-16 if tl.float64 == WIDE else 5.9604644775390625e-08
-    uniform = tl.minimum(uniform, 1 - least)
-    rest = 1 - uniform  # log(1 - u), exactly enough where u is small: Kahan's way
+    uniform = tl.minimum(uniform, 1 - least)  # rounding may give 1, for which log(0) = -inf
+    # log(1 - u) for small u, as Kahan computes log1p: the factor u / (1 - rest) corrects the rounding of rest = 1 - u.
+    rest = 1 - uniform
     log = tl.where(rest == 1, -uniform, tl.log(rest) * (uniform / tl.where(rest == 1, 1.0, 1 - rest)))
     return -tl.log(-log)
 
 
 @triton.jit
 def in_order(x):
-    """Integers in the order of the numbers `x`, and back: NaN is the highest. The lowest integer stands for none."""
+    """Return signed integers in the order of the numbers `x`. NaN counts as infinity, the highest number. The lowest
+    integer belongs to no number; it stands for "none".
+
+    The bits of positive floats are ordered as integers; for negative floats all bits but the sign are inverted.
+    """
     KIND: tl.constexpr = tl.int64 if x.dtype == tl.float64 else tl.int32
     bits = tl.where(x != x, float("inf"), x).to(KIND, bitcast=True)
     return bits ^ ((bits >> (KIND.primitive_bitwidth - 1)) & ((1 << (KIND.primitive_bitwidth - 1)) - 1))
@@ -38,21 +43,21 @@ def in_order(x):
 
 @triton.jit
 def number_of(order, WIDE: tl.constexpr):
-    """The number that `in_order` gave."""
+    """Return the number from its integer: the inverse of `in_order`."""
     bits: tl.constexpr = WIDE.primitive_bitwidth - 1
     return (order ^ ((order >> bits) & ((1 << bits) - 1))).to(WIDE, bitcast=True)
 
 
 @triton.jit
 def unsigned(order):
-    """The integers of `in_order` as unsigned ones in the same order; what is looked for bit by bit begins at 0."""
+    """Return the integers of `in_order` as unsigned ones in the same order, so that a search bit by bit starts at 0."""
     KIND: tl.constexpr = tl.uint64 if order.dtype == tl.int64 else tl.uint32
     return order.to(KIND, bitcast=True) ^ (tl.full([], 1, KIND) << (KIND.primitive_bitwidth - 1))
 
 
 @triton.jit
 def signed(order):
-    """The integers that `unsigned` gave."""
+    """Return signed integers: the inverse of `unsigned`."""
     KIND: tl.constexpr = tl.int64 if order.dtype == tl.uint64 else tl.int32
     return (order ^ (tl.full([], 1, order.dtype) << (KIND.primitive_bitwidth - 1))).to(KIND, bitcast=True)
 
@@ -78,11 +83,11 @@ def best_of_part(
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Of part p of row r of `logits` `[T, columns]` the `COUNT` highest scores, `values` and `ids` `[T, parts, COUNT]`;
-    with `SUMMED` the highest and the sum of exponentials below it in `sums` `[T, parts, 2]`.
+    """Write the `COUNT` highest scores of one part of a row of `logits` `[T, columns]`: `values` and `ids`
+    `[T, parts, COUNT]`. If `SUMMED`, also write m = max score and sum exp(score - m) to `sums` `[T, parts, 2]`.
 
-    With `NOISY`, scores are logits times `inverse` `[T]` plus noise under `keys` `[T]` for `hashes` `[columns]` times
-    `scale` `[T]`; with `FILTERED`, what is below `least` `[T]` falls by `far`.
+    Scores are logits. If `NOISY`, they are logits * `inverse` `[T]` + noise * `scale` `[T]`, with noise under `keys`
+    `[T]` for `hashes` `[columns]`. If `FILTERED` too, tempered logits below `least` `[T]` are lowered by `far`.
     """
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     LOWEST: tl.constexpr = -(1 << (WIDE.primitive_bitwidth - 1))
@@ -105,7 +110,7 @@ def best_of_part(
     for one in tl.static_range(COUNT):
         highest, which = tl.max(order, 0, return_indices=True, return_indices_tie_break_left=True)
         tl.store(values + place * COUNT + one, number_of(highest, WIDE))
-        token = tl.where(highest == LOWEST, columns, part * BLOCK + which)  # none is left
+        token = tl.where(highest == LOWEST, columns, part * BLOCK + which)  # `columns`: no token is left
         tl.store(ids + place * COUNT + one, token)
         order = tl.where(tl.arange(0, BLOCK) == which, LOWEST, order)
 
@@ -126,7 +131,7 @@ def best_of_all(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """What the parts of rows found, put together: `values` and `ids` `[T, COUNT]`, the log of the sum `total` `[T]`."""
+    """Merge the results of the parts of each row: `values` and `ids` `[T, COUNT]`, log-sum-exp `total` `[T]`."""
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     LOWEST: tl.constexpr = -(1 << (WIDE.primitive_bitwidth - 1))
     held = at < parts * COUNT
@@ -149,7 +154,7 @@ def best_of_all(
 
 @triton.jit
 def mixed_64(x):
-    """SplitMix64's finaliser of unsigned numbers."""
+    """Return SplitMix64's finaliser of unsigned 64-bit numbers."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)
@@ -157,7 +162,10 @@ def mixed_64(x):
 
 @triton.jit
 def keys_along(seeds, first, keys, stride, count, BLOCK: tl.constexpr):
-    """The keys `[B, count]` of positions `first` `[B]` and the next ones, for each of `seeds` `[B]`, `stride` apart."""
+    """Write the `keys` `[B, count]` of positions `first` `[B]` and the next ones, for `seeds` `[B]` at `stride`.
+
+    key(seed, position) = mix(mix(seed + golden) + position * golden): one SplitMix64 generator for each seed.
+    """
     request, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     golden = tl.full([BLOCK], 0x9E3779B97F4A7C15, tl.uint64)
     seed = mixed_64(tl.load(seeds + request * stride).to(tl.uint64, bitcast=True) + golden)

@@ -1,4 +1,4 @@
-/* Keys of noise: the numbers of one SplitMix64 generator for each seed. */
+/* Keys of noise: one SplitMix64 generator for each seed, key = mix(mix(seed + golden) + position * golden). */
 #include "../c/vector.h"
 
 INLINE uint64_t mixed(uint64_t x)

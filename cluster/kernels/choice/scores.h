@@ -1,36 +1,37 @@
-/* How a logit becomes a score: barred where a grammar does not have its token, tempered, lowered by FAR where a filter rules its token out, plus keyed Gumbel noise.
+/* Scores of tokens: the logit, masked out by the grammar's bitmask, times the inverse temperature, lowered by FAR if a
+ * filter excludes the token, plus keyed Gumbel noise.
  *
- * Compiled without contraction of products and sums (`build.py`), so that the noise of a token has the same bits on every
- * CPU, alone or in a vector, and whoever ranks with it.
+ * Compiled without fused multiply-add (`build.py`), so that the noise of a token has the same bits on every CPU, alone
+ * or in a vector, for draft and target.
  */
 #pragma once
 #include "../bar/bars.h"
 #include "../c/threads.h"
 
 #define FAR ((real)64)
-#define MOST 64 /* tokens that are taken of a row at once */
+#define MOST 64 /* the most tokens that one call takes of a row */
 
-/* `inverse` and `scale` are of each request; their strides and those of rows and keys are in numbers. */
+/* `inverse` (temperature) and `scale` (of noise) are per request. All strides are in numbers. */
 struct aerie_choice {
     const stored *logits;   /* [requests * each, size] */
-    const int64_t *keys;    /* [requests, positions]; NULL: nobody draws, and scores are logits */
-    const int64_t *which;   /* [requests, each]: at which position a row draws; NULL: row i at i * `position` */
-    const uint32_t *hashes; /* [size], what noise takes from a token */
+    const int64_t *keys;    /* [requests, positions]; NULL: no noise, and scores are masked logits */
+    const int64_t *which;   /* [requests, each]: the position at which a row draws; NULL: row i at i * `position` */
+    const uint32_t *hashes; /* [size], the hash of each token */
     const real *inverse, *scale;
-    const real *least;    /* [requests * each], the least tempered logit that stays; NULL: all stay */
-    const int32_t *masks; /* [requests * each, words], which tokens grammars allow; NULL: all, in every row */
+    const real *least;    /* [requests * each], the filters' threshold of tempered logits; NULL: no filters */
+    const int32_t *masks; /* [requests * each, words], bitmasks of allowed tokens; NULL: all tokens of all rows */
     real *scores;      /* [requests * each, count] */
-    int64_t *columns;  /* as many */
-    real *total;       /* [requests * each], of FOUND */
+    int64_t *columns;  /* [requests * each, count] */
+    real *total;       /* [requests * each], for FOUND */
     int64_t requests, each, size, stride, keys_stride, position, inverse_stride, scale_stride, words, count, kind, threads;
-    double barred; /* added to a token that a mask does not have */
+    double barred; /* added to the logit of a token that is masked out */
 };
 
 typedef uint32_t hashed __attribute__((vector_size(4 * EACH)));
 typedef uint32_t loose_hashed __attribute__((vector_size(4 * EACH), aligned(4), may_alias));
 typedef int32_t numbers __attribute__((vector_size(4 * EACH)));
 
-/* One row, and how it draws. */
+/* One row, with its sampling parameters. */
 struct row {
     const stored *logits;
     const uint32_t *hashes;
@@ -38,7 +39,7 @@ struct row {
     uint32_t low, high; /* the key of its noise */
     real inverse, scale, least;
     const int32_t *mask;
-    real more[2]; /* what the mask adds */
+    real more[2]; /* what the bitmask adds; see `bars_of` */
     int noisy;
 };
 
@@ -76,16 +77,16 @@ INLINE vec chosen_of(ints mask, vec yes, vec no) { return (vec)(((ints)yes & mas
 #define LEAST_BELOW_ONE ((real)(1 - 0x1p-24))
 #endif
 
-/* x = m 2^k, with m between the roots of a half and of two. */
+/* Returns k with x = m 2^k and m between sqrt(1/2) and sqrt(2). */
 INLINE ints power_of(vec x)
 {
     return ((ints)x - (ints)all((real)0.70710678118654752440)) >> FRACTION;
 }
 
-/* Small whole numbers as `vec`. */
+/* Converts small integers to `vec`: added to the bits of 1.5 * 2^FRACTION, which is then subtracted. */
 INLINE vec floats(ints x) { return (vec)((ints)all(SHIFT) + x) - SHIFT; }
 
-/* k log 2 + log(1 + f) for f = m - 1: by the series of the area tangent of s = f / (2 + f). */
+/* k log 2 + log(1 + f) for f = m - 1, by log(1 + f) = 2 artanh(s), s = f / (2 + f). */
 INLINE vec logarithm_of(ints k, vec f)
 {
     const real high = KIND == 64 ? (real)0.693147180369123816490 : (real)0.693359375f;
@@ -105,7 +106,7 @@ INLINE vec logarithm(vec x)
 
 INLINE real logarithm_of_one(real x) { return logarithm(all(x))[0]; }
 
-/* The uniform numbers, between 0 and 1, that noise is made of. */
+/* Uniform numbers in (0, 1): (b + 0.5) / 2^31 for 31 hash bits b, below 1 even after rounding. */
 INLINE vec uniform(const struct row *row, hashed hash)
 {
     hashed x = hash ^ row->low;
@@ -116,7 +117,9 @@ INLINE vec uniform(const struct row *row, hashed hash)
     return chosen_of(u < LEAST_BELOW_ONE, u, all(LEAST_BELOW_ONE));
 }
 
-/* -log(1 - u). 1 - u is rounded, but what it is more or less than a power of two is not. */
+/* -log(1 - u). k comes from the rounded 1 - u, but f = (1 - u) 2^-k - 1 is computed from u itself, to keep small u
+ * exact.
+ */
 INLINE vec exponential_draw(vec u)
 {
     ints k = power_of((real)1 - u);
@@ -126,7 +129,9 @@ INLINE vec exponential_draw(vec u)
 
 INLINE vec gumbel(vec u) { return -logarithm(exponential_draw(u)); }
 
-/* At least `gumbel(u)`, and seldom much more: -log(u), with a line between powers of two in place of the logarithm. */
+/* An upper bound of `gumbel(u)`, and close to it: -log(u), by linear interpolation of log2 between powers of two, which
+ * is exponent and mantissa of u read as one integer.
+ */
 INLINE vec gumbel_at_most(vec u)
 {
 #if KIND == 64
@@ -137,7 +142,7 @@ INLINE vec gumbel_at_most(vec u)
     return ((real)BIAS - line) * (real)0.69314718055994530942 + (real)1e-4;
 }
 
-/* Of EACH logits, of the tokens from `at` on. */
+/* Returns EACH tempered, masked and filtered logits, of the tokens from `at` on. */
 INLINE vec tempered(const struct row *row, vec logits, int64_t at)
 {
     if (row->mask) logits = barred(logits, (uint32_t)row->mask[at / WORD] >> at % WORD, row->more);
@@ -145,13 +150,13 @@ INLINE vec tempered(const struct row *row, vec logits, int64_t at)
     return chosen_of(x < row->least, x - FAR, x);
 }
 
-/* Whether a token that the mask of a row does not have weighs nothing: exp(score - most) is 0, as `exponential` gives it. */
+/* Whether masked-out tokens weigh nothing: `exponential(score - most)` is exactly 0 for them. */
 INLINE int barred_weigh_nothing(const struct row *row, real most)
 {
     return row->mask && row->more[0] * row->inverse - most < -(real)10000;
 }
 
-/* Whether the mask of a row has none of the LANES tokens from `at` on. */
+/* Whether the row's bitmask allows none of the LANES tokens from `at` on. */
 INLINE int none_allowed(const struct row *row, int64_t at)
 {
     return !((uint32_t)row->mask[at / WORD] >> at % WORD & ((1u << LANES) - 1));
@@ -159,8 +164,8 @@ INLINE int none_allowed(const struct row *row, int64_t at)
 
 enum { EXACT, AT_MOST, WEIGHT };
 
-/* Of tempered logits x: their scores; numbers that these do not exceed; exp(score - most). The noise of a weight needs one
- * logarithm only, where its scale is 1.
+/* From tempered logits x: scores (EXACT), upper bounds of scores (AT_MOST), or exp(score - most) (WEIGHT). With a noise
+ * scale of 1, a weight needs only one logarithm: exp(x + gumbel) = exp(x) / -log(1 - u).
  */
 INLINE vec made_of(const struct row *row, int noisy, int what, real most, vec x, hashed hash)
 {
@@ -172,7 +177,7 @@ INLINE vec made_of(const struct row *row, int noisy, int what, real most, vec x,
     return what == WEIGHT ? exponential(score - most) : score;
 }
 
-/* The same of the EACH tokens from `at` on; those beyond the row are the least. */
+/* `made_of` for the EACH tokens from `at` on; tokens beyond the row have logit -infinity. */
 INLINE vec made_at(const struct row *row, int noisy, int what, real most, int64_t at)
 {
     int64_t left = row->size - at;

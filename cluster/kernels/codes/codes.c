@@ -1,8 +1,11 @@
-/* out[m][n] = sum over groups of inputs of scale[group][n] * (sum over k of the group of rows[m][k] * (code[k][n] - zero)),
- * + bias[n]. Both sums are chains, of turns (see unpack.h) and of groups, whatever is computed beside them.
+/* Products of rows and quantised matrices:
  *
- * Codes, scales and zeros lie in panels of LANES columns: scales[panel][group][LANES], zeros likewise, codes
- * [panel][k][LANES], or [panel][k / 2][LANES] where two inputs share a byte, or words [panel][k / 8][LANES].
+ *     out[m][n] = bias[n] + sum over groups g of scale[g][n] * (sum over k in g of rows[m][k] * (code[k][n] - zero[g][n]))
+ *
+ * The inner sum goes turn by turn (see unpack.h), the outer one group by group, in the same order for any number of
+ * rows. Codes, scales and zeros are stored in panels of LANES columns: scales and zeros [panel][group][LANES], codes
+ * [panel][k][LANES] in bytes, [panel][k / 2][LANES] with two inputs a byte (FP4), or [panel][k / 8][LANES] in words
+ * (INT4).
  */
 #include "../c/finish.h"
 #include "../c/scratch.h"
@@ -13,17 +16,17 @@ struct job {
     const stored *rows;
     const uint8_t *codes;
     const void *scales;
-    const uint8_t *zeros; /* NULL: half of the range */
+    const uint8_t *zeros; /* NULL: the middle of the range */
     const stored *bias;
     stored *out;
     int64_t m, k, n, group;
     int kind, wide;
-    const int32_t *ends; /* of each expert's rows; NULL: there is one matrix */
+    const int32_t *ends; /* where each expert's rows end; NULL: there is one matrix */
     int64_t experts;
-    int64_t bytes, turns, groups, panels; /* bytes, turns and groups of a panel, panels of a matrix */
+    int64_t bytes, turns, groups, panels; /* of a panel: bytes, turns, groups; panels of a matrix */
 };
 
-/* Bytes of `inputs` of a panel, which are whole steps, or all of it. */
+/* Bytes of `inputs` inputs of a panel: a multiple of a step's inputs, or all of them. */
 INLINE int64_t bytes_of(int kind, int64_t inputs)
 {
     return (kind == INT4 ? (inputs + 7) / 8 * 4 : kind == FP4 ? (inputs + 1) / 2 : inputs) * LANES;
@@ -46,9 +49,10 @@ static void part(const void *data, int64_t part, int64_t parts)
     }
 }
 
-/* rows [m, k]; codes, scales and zeros (or NULL) in panels, of one expert after the other; bias [experts, n] or NULL,
- * ends [experts] or NULL. `group` inputs share a scale; it is a multiple
- * of 8, or there is one group. `wide`: scales are float32. */
+/* rows [m, k]; codes, scales and zeros (or NULL) in panels, expert after expert; bias [experts, n] or NULL; ends
+ * [experts] or NULL. `group` inputs share a scale: a multiple of 8, unless there is one group. `wide`: scales are
+ * float32, else bfloat16.
+ */
 void NAMED(aerie_codes)(const stored *rows, const uint8_t *codes, const void *scales, const uint8_t *zeros,
                         const stored *bias, stored *out, int64_t m, int64_t k, int64_t n, int64_t group, int64_t kind,
                         int64_t wide, const int32_t *ends, int64_t experts, int64_t threads)

@@ -1,14 +1,14 @@
-/* More rows than one tile has, in pairs: the factors of some turns are unpacked once for all rows. A group's sums and the
- * totals of all groups so far are in memory meanwhile.
+/* Products for more rows than one tile has, in bfloat16 pairs: the factors of some turns are unpacked once for all
+ * rows. The sums of a group, and the totals of all groups so far, are kept in memory.
  */
 #pragma once
 
 #define BLOCK 12 /* rows of a tile */
 #define ABREAST 2 /* panels of a tile */
 #define TALL (BLOCK * 8) /* rows for which a code is unpacked once */
-#define AHEAD 256 /* turns, whole steps, whose factors stay in the nearest cache */
+#define AHEAD 256 /* turns (a multiple of a step's) whose factors stay in the L1 cache */
 
-/* The factors `[turns][np]` of up to AHEAD turns of a group of which `inputs` are still to come. */
+/* Unpacks the factors [turns][np] of up to AHEAD turns of a group that has `inputs` inputs left. */
 INLINE void ready_of(int kind, const uint8_t *codes, int64_t panel, const origin *less, int64_t inputs, int np, factor *to)
 {
     for (int64_t done = 0; done < AHEAD && inputs > 0; done += turns_of(kind), inputs -= inputs_of(kind)) {
@@ -21,7 +21,7 @@ INLINE void ready_of(int kind, const uint8_t *codes, int64_t panel, const origin
     }
 }
 
-/* Some turns of a group, and where they begin and end it; `scale` of each panel. */
+/* Some turns of a group: whether they begin and end the group, and the `scale` of each panel. */
 struct stretch {
     const factor *ready;
     int64_t turns;
@@ -29,7 +29,8 @@ struct stretch {
     numbers scale[ABREAST];
 };
 
-/* A tile's sums of a group, or its totals where the group ends, `[mr][np * LANES]`, with some turns more. */
+/* Adds some turns to a tile's sums of a group [mr][np * LANES]; if the group ends, adds the scaled sums to the totals.
+ */
 INLINE void onward(const struct stretch *s, const entry *rows, real *sums, real *totals, int mr, int np)
 {
     vec sum[BLOCK][ABREAST];
@@ -57,7 +58,7 @@ static void onward_by(const struct stretch *s, const entry *rows, real *sums, re
     }
 }
 
-/* Rows of several tiles beside each other, each of `each` rows, times `np` panels. */
+/* Computes several tiles of `each` rows times `np` panels. */
 INLINE void strip_of(const struct job *j, const struct tile *t, int kind, int64_t rows, int64_t each, int np)
 {
     const uint8_t *codes = j->codes + t->panel * j->bytes;
@@ -91,7 +92,7 @@ INLINE void strip_of(const struct job *j, const struct tile *t, int kind, int64_
 }
 
 #define STRIPS_OF(KIND_OF) case KIND_OF: strip_of(j, &t, KIND_OF, tall, each, np); break;
-/* Rows `m` of one expert times its panels `first` to `last - 1`. */
+/* Computes `m` rows of one expert times its panels `first` to `last - 1`. */
 static void many(const struct job *j, int64_t expert, const stored *rows, stored *out, int64_t m, int64_t first, int64_t last)
 {
     for (int64_t top = 0; top < m; top += TALL) {

@@ -1,15 +1,15 @@
-/* Steps of codes, two inputs a turn, as bfloat16: every code less its zero is a number of bfloat16. */
+/* Unpacking of codes in bfloat16 pairs, two inputs a turn. It is exact: every code - zero is a bfloat16 number. */
 #pragma once
 
 INLINE int inputs_of(int kind) { return kind == INT4 ? 8 : 2; }
 
 typedef struct {
-    __m512i low, high; /* of INT8 and ZEROED8 one input each; of the others both in `low`, of E4M3 side by side */
+    __m512i low, high; /* INT8 and ZEROED8: one input each; others: both in `low`, for E4M3 interleaved */
 } step;
 
-/* What is taken away of the codes of a group. */
+/* The zeros of a group's codes. */
 typedef struct {
-    __m512i zero; /* of INT4 twice, for both inputs */
+    __m512i zero; /* INT4: in both halves, for both inputs */
 } origin;
 
 INLINE origin origin_of(int kind, octets zeros)
@@ -18,7 +18,7 @@ INLINE origin origin_of(int kind, octets zeros)
     return (origin){kind == INT4 ? _mm512_or_si512(zero, _mm512_slli_epi32(zero, 16)) : zero};
 }
 
-/* A step of which `left` inputs are still to come: of the last one there may be one. */
+/* Reads a step; `left` inputs are left, in the last step perhaps only one. */
 INLINE step step_at(int kind, const uint8_t *from, int64_t left)
 {
     const __m128i *at = (const __m128i *)from;
@@ -36,27 +36,27 @@ INLINE step step_at(int kind, const uint8_t *from, int64_t left)
     return to;
 }
 
-/* Whole numbers from -16 to 15, by their last five bits. */
+/* Integers from -16 to 15 as bfloat16, indexed by their last five bits. */
 static const uint16_t WHOLE[32] = {
     0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170,
     0xc180, 0xc170, 0xc160, 0xc150, 0xc140, 0xc130, 0xc120, 0xc110, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80};
 
-/* Twice the numbers of FP4 e2m1; the fifth bit says nothing. */
+/* Twice the numbers of FP4 e2m1 as bfloat16; the fifth bit of the index is ignored. */
 static const uint16_t TWICE_FP4[32] = {
     0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40c0, 0x4100, 0x4140, 0x0000, 0xbf80, 0xc000, 0xc040, 0xc080, 0xc0c0, 0xc100, 0xc140,
     0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40c0, 0x4100, 0x4140, 0x0000, 0xbf80, 0xc000, 0xc040, 0xc080, 0xc0c0, 0xc100, 0xc140};
 
-/* Numbers of FP8 e4m3 below its normal ones, divided by 256, by their last three bits. */
+/* Denormal numbers of FP8 e4m3, divided by 256, as bfloat16, indexed by their last three bits. */
 static const uint16_t TINY[32] = {0x0000, 0x3700, 0x3780, 0x37c0, 0x3800, 0x3820, 0x3840, 0x3860};
 
-/* Floats that are numbers of bfloat16, as pairs. */
+/* Packs two vectors of floats, which are bfloat16 numbers, as pairs. */
 INLINE factors paired(__m512 low, __m512 high)
 {
     __m512i first = _mm512_srli_epi32(_mm512_castps_si512(low), 16);
     return (factors){{_mm512_or_si512(first, _mm512_castps_si512(high))}};
 }
 
-/* The numbers of one turn, less their zeros. */
+/* Returns the factors code - zero of one turn. */
 INLINE factors factors_of(int kind, const step *s, int turn, const origin *less)
 {
     if (kind == INT4) {
@@ -68,7 +68,7 @@ INLINE factors factors_of(int kind, const step *s, int turn, const origin *less)
         __m512i codes = _mm512_or_si512(s->low, _mm512_slli_epi32(s->low, 12));
         return (factors){{_mm512_permutexvar_epi16(codes, _mm512_loadu_si512(TWICE_FP4))}};
     }
-    if (kind == E4M3) { /* divided by 256: the exponent, 120 more than FP8's in bfloat16, is 112 more, which is 112 or FP8's */
+    if (kind == E4M3) { /* value / 256: bfloat16's exponent is FP8's + 120 - 8, and e + 112 = e | 112 as e < 16 */
         __m512i x = _mm512_slli_epi16(s->low, 4), normal = _mm512_set1_epi16(0x7f0), power = _mm512_set1_epi16(0x3800);
         x = _mm512_ternarylogic_epi32(x, normal, power, 0xea); /* (x & normal) | power */
         __mmask32 tiny = _mm512_testn_epi16_mask(s->low, _mm512_set1_epi16(0x78));
@@ -80,7 +80,7 @@ INLINE factors factors_of(int kind, const step *s, int turn, const origin *less)
     return paired(_mm512_cvtepi32_ps(low), _mm512_cvtepi32_ps(high));
 }
 
-/* The entry of a turn of a row of `k` inputs. */
+/* Returns the entry of one turn of a row of `k` inputs; 0 beyond them. */
 INLINE entry entry_at(const stored *row, int kind, int64_t turn, int64_t k)
 {
     int64_t first = kind == INT4 ? turn / 4 * 8 + turn % 4 : 2 * turn, second = first + (kind == INT4 ? 4 : 1);

@@ -1,15 +1,15 @@
-/* Products whose sums are in registers, and of few rows what codes become too. */
+/* Products with all sums in registers; for few rows, unpacked codes stay in registers too. */
 #pragma once
 
 #define MOST 6 /* rows of a tile */
-#define HIGH (MOST * 4) /* rows whose entries are laid out at once */
+#define HIGH (MOST * 4) /* rows whose entries are packed at once */
 
 struct tile {
     const entry *rows; /* [turns][mr] */
-    int64_t panel;     /* the first, counted over all experts */
+    int64_t panel;     /* the first panel, counted over all experts */
     const stored *bias;
     stored *out;
-    int64_t columns;   /* from the first panel's to the last of the matrix */
+    int64_t columns;   /* columns from the first panel to the end of the matrix */
 };
 
 INLINE void out_of(const struct job *j, const struct tile *t, int row, int64_t column, vec x)
@@ -17,7 +17,7 @@ INLINE void out_of(const struct job *j, const struct tile *t, int row, int64_t c
     finish(t->out + row * j->n + column, t->bias ? t->bias + column : NULL, t->columns - column, x);
 }
 
-/* The sums of one group of `inputs`, whose codes are `panel` bytes from one panel to the next. */
+/* Adds one group of `inputs` inputs to `sum`; the codes of two panels are `panel` bytes apart. */
 INLINE void group_of(const entry *x, const uint8_t *codes, int64_t panel, const uint8_t *zeros, int64_t zeros_panel,
                      int64_t inputs, int kind, int mr, int np, vec sum[MOST][4 * FOLDS])
 {
@@ -74,8 +74,9 @@ INLINE void sized(const struct job *j, const struct tile *t, int kind, int mr, i
     }
 }
 
-/* Panels of a tile of `mr` rows: few rows need several, as each sum waits for its last product, and INT4 fewer, as its
- * words take registers as well. */
+/* Panels of a tile of `mr` rows. Few rows need several panels to hide the latency of products; INT4 has fewer, as its
+ * words take registers too.
+ */
 INLINE int panels_of(int kind, int mr)
 {
     if (BYTES == 64) return mr == 1 ? 4 : 2;
@@ -92,7 +93,7 @@ OF_KIND(of_e4m3, E4M3)
 OF_KIND(of_fp4, FP4)
 static void (*const OF[])(const struct job *, const struct tile *, int, int) = {of_int4, of_int8, of_zeroed8, of_e4m3, of_fp4};
 
-/* Rows `[m][k]` as tiles of `each`: of each the entries of one turn lie together. */
+/* Packs rows [m][k] in tiles of `each` rows, in which the entries of one turn are adjacent: [turns][each]. */
 static void entries_of(const struct job *j, const stored *rows, int64_t m, int64_t each, entry *to)
 {
     for (int64_t row = 0; row < m; row += each) {
@@ -105,7 +106,7 @@ static void entries_of(const struct job *j, const stored *rows, int64_t m, int64
     }
 }
 
-/* A tile at panel `p` of an expert: its rows' entries, and where the first of them goes. */
+/* Returns the tile at panel `p` of an expert, with the rows' entries and their output. */
 INLINE struct tile tile_at(const struct job *j, int64_t expert, int64_t p, const entry *rows, stored *out)
 {
     return (struct tile){
@@ -117,7 +118,7 @@ INLINE struct tile tile_at(const struct job *j, int64_t expert, int64_t p, const
 #include "many.h"
 #endif
 
-/* Rows `m` of one expert times its panels `first` to `last - 1`. */
+/* Computes `m` rows of one expert times its panels `first` to `last - 1`. */
 static void some(const struct job *j, int64_t expert, const stored *rows, stored *out, int64_t m, int64_t first, int64_t last)
 {
 #if TURN == 2

@@ -1,4 +1,4 @@
-/* Steps of codes, one input a turn. */
+/* Unpacking of codes, one input a turn. */
 #pragma once
 
 INLINE int inputs_of(int kind) { return kind == INT4 ? 8 : kind == FP4 ? 2 : 1; }
@@ -10,7 +10,7 @@ INLINE numbers real_of(integers x)
     return to;
 }
 
-/* Twice the numbers of FP4 e2m1, as bytes with signs. */
+/* Twice the numbers of FP4 e2m1, as signed bytes. */
 INLINE octets twice_fp4(octets code)
 {
     static const int8_t table[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
@@ -24,8 +24,8 @@ INLINE octets twice_fp4(octets code)
 #endif
 }
 
-/* INT4: the four bits at place i of a word, put where a float of fit size has them as its last whole numbers, are that
- * float plus the code. What is taken away is the float and the zero, exactly.
+/* INT4 without shifts: the four bits at place i of a word, OR-ed into the float 2^(FRACTION - 4 i), whose mantissa has
+ * units there, give that float + code. Subtracting float + zero, exactly, leaves code - zero.
  */
 #define PLACES 4
 #if KIND == 64
@@ -36,13 +36,13 @@ INLINE octets twice_fp4(octets code)
 
 typedef struct {
     octets bytes;
-    integers words; /* of INT4 */
+    integers words; /* for INT4 */
 } step;
 
-/* What is taken away of the codes of a group. */
+/* What is subtracted from the codes of a group. */
 typedef struct {
     integers zero;
-    numbers places[PLACES]; /* of INT4 */
+    numbers places[PLACES]; /* for INT4: float + zero at each place */
 } origin;
 
 INLINE vec place_of(int i) { return all((real)((int64_t)1 << (FRACTION - 4 * i))); }
@@ -70,7 +70,7 @@ INLINE step step_at(int kind, const uint8_t *from, int64_t left)
     return to;
 }
 
-/* The numbers of one turn, less their zeros; turns are asked for in order, as the words of INT4 are used up. */
+/* Returns the factors code - zero of one turn. Turns must be in order, as the words of INT4 are shifted halfway. */
 INLINE factors factors_of(int kind, step *s, int turn, const origin *less)
 {
     factors to;
@@ -97,5 +97,5 @@ INLINE factors factors_of(int kind, step *s, int turn, const origin *less)
     return to;
 }
 
-/* The entry of a turn of a row of `k` inputs. */
+/* Returns the entry of one turn of a row of `k` inputs; 0 beyond them. */
 INLINE entry entry_at(const stored *row, int kind, int64_t turn, int64_t k) { return (void)kind, turn < k ? get(row + turn) : 0; }

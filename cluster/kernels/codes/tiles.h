@@ -1,37 +1,37 @@
-/* Products of quantised weights by tiles (see c/amx.h): the codes of some inputs of a group become numbers once, for all rows.
- * A group's sums and the totals of all groups so far are in memory meanwhile. A group takes whole tiles, the last one filled
- * up with zeros.
+/* Products of quantised weights by AMX tiles (see c/amx.h): codes are unpacked once for all rows. The sums of a group,
+ * and the totals of all groups so far, are kept in memory. A group takes whole tiles; the last one is filled with
+ * zeros.
  */
 #pragma once
 #include "../c/amx.h"
 
 #define TALL 256 /* rows for which a code is unpacked once */
-#define CHUNK 8  /* tiles of a panel that stay in the nearest cache as numbers */
+#define CHUNK 8  /* unpacked tiles of a panel that stay in the L1 cache */
 #define TURNS_OF_TILE (STEP / TURN)
 
-/* Panels and rows that are taken together, and where the first sum goes. */
+/* Panels and rows that are computed together, and where the first sum goes. */
 struct strip {
-    const entry *rows; /* of each tile of rows [groups][tiles of a group][each][TURNS_OF_TILE] */
-    int64_t tall, each, tiles, high, steps; /* of rows and rows a tile, tiles of rows and those at a time, tiles of a group */
-    int64_t panel;                          /* the first, counted over all experts */
+    const entry *rows; /* each tile of rows is [groups][tiles of a group][each][TURNS_OF_TILE] */
+    int64_t tall, each, tiles, high, steps; /* rows, rows a tile, tiles of rows, those at a time, tiles of a group */
+    int64_t panel;                          /* the first panel, counted over all experts */
     const stored *bias;
     stored *out;
-    int64_t columns; /* from the first panel's to the last of the matrix */
+    int64_t columns; /* columns from the first panel to the end of the matrix */
 };
 
-/* Whole tiles of numbers, of a group of which `inputs` are still to come. */
+/* Unpacks `tiles` whole tiles of a group that has `inputs` inputs left. */
 INLINE void numbers_of(int kind, const uint8_t *codes, const origin *less, int64_t inputs, int64_t tiles, factor *to)
 {
     const factor *end = to + tiles * TURNS_OF_TILE;
     for (; inputs > 0 && to < end; inputs -= inputs_of(kind), codes += bytes_of(kind, inputs_of(kind))) {
         step s = step_at(kind, codes, inputs);
-        __builtin_prefetch(codes + bytes_of(kind, CHUNK * STEP)); /* taken after the other panels' */
+        __builtin_prefetch(codes + bytes_of(kind, CHUNK * STEP)); /* the next chunk of this panel */
         for (int turn = 0; turn < turns_of(kind); turn++) *to++ = factors_of(kind, &s, turn, less).part[0];
     }
     while (to < end) *to++ = _mm512_setzero_si512();
 }
 
-/* What a group's sums add to the totals. */
+/* Adds the scaled sums of a group to the totals. */
 INLINE void scaled(const sums *sum, sums *total, int64_t each, int np, const numbers *scale)
 {
     for (int p = 0; p < np; p++)
@@ -79,11 +79,11 @@ INLINE void strip_of(const struct job *j, const struct strip *t, int kind, int n
         }
 }
 
-/* INT4's order of inputs, four turns after the other of inputs 0 and 4, 1 and 5, and so on (see unpack.h). */
+/* INT4's order of inputs: the four turns of eight inputs are inputs 0 and 4, 1 and 5, and so on (see unpack.h). */
 static const uint16_t ORDER[STEP] = {0,  4,  1,  5,  2,  6,  3,  7,  8,  12, 9,  13, 10, 14, 11, 15,
                                      16, 20, 17, 21, 18, 22, 19, 23, 24, 28, 25, 29, 26, 30, 27, 31};
 
-/* Rows `[m][k]` as tiles of `each` rows, the last filled up with zeros, and groups as whole tiles. */
+/* Packs rows [m][k] in tiles of `each` rows and groups in whole tiles of inputs, both filled with zeros. */
 static void entries_of(const struct job *j, const stored *rows, const struct strip *t, entry *to)
 {
     int64_t step = t->each * TURNS_OF_TILE;
@@ -109,7 +109,7 @@ INLINE void strip(const struct job *j, const struct strip *t, int kind, int np)
     switch (np) { PANELS_OF(1) PANELS_OF(2) PANELS_OF(3) PANELS_OF(4) }
 }
 
-/* Rows `m` of one expert times its panels `first` to `last - 1`. */
+/* Computes `m` rows of one expert times its panels `first` to `last - 1`. */
 static void some(const struct job *j, int64_t expert, const stored *rows, stored *out, int64_t m, int64_t first, int64_t last)
 {
     for (int64_t top = 0; top < m; top += TALL) {

@@ -1,14 +1,16 @@
-/* Codes of quantised weights -> factors in registers. What lies together of a panel: LANES bytes of one input; of FP4, of
- * two inputs, the first in the low halves of the bytes; of INT4 LANES words of eight inputs, the first in the lowest bits.
+/* Unpacks codes of quantised weights to factors in registers. A panel is stored as LANES bytes for each input; FP4:
+ * LANES bytes for two inputs, the first in the low halves; INT4: LANES words for eight inputs, the first in the lowest
+ * bits.
  *
- * A step is what is read of a panel at once. It has one or more turns, each of TURN inputs (see turn.h); those of INT4 in
- * pairs are inputs 0 and 4, 1 and 5, and so on. Inputs that a last step has too many are zero in the rows.
+ * A step is what is read of a panel at once. It has one or more turns, each of TURN inputs (see turn.h). The pairs of
+ * an INT4 step are inputs 0 and 4, 1 and 5, and so on. If the last step has too many inputs, the rows have zeros for
+ * them.
  */
 #pragma once
 #include "../c/e4m3.h"
 #include "../c/turn.h"
 
-enum { INT4, INT8, ZEROED8, E4M3, FP4 }; /* ZEROED8: INT8 less the zero of each column's group */
+enum { INT4, INT8, ZEROED8, E4M3, FP4 }; /* ZEROED8: INT8 with a zero for each group of a column */
 
 typedef struct { factor part[FOLDS]; } factors;
 
@@ -22,7 +24,7 @@ INLINE octets same(uint8_t x) { return x - (octets){0}; }
 
 INLINE int turns_of(int kind) { return inputs_of(kind) / TURN; }
 
-/* LANES scales, as float32 (`wide`) or bfloat16. */
+/* Loads LANES scales, stored as float32 (`wide`) or bfloat16. */
 INLINE numbers scales_at(const void *from, int64_t at, int wide)
 {
     numbers to;

@@ -1,6 +1,7 @@
-/* Rows that are copied as they are, on the calling thread: those of a step are few and short. Sizes and strides are bytes.
+/* Copies of rows, on the calling thread, as those of a step are few and short. Sizes and strides are in bytes.
  *
- * Ids [count] have 64 bits if `wide`, else 32. A row that there is not is left out and counted, for `aerie_calls`.
+ * Ids [count] have 64 bits if `wide`, else 32. Rows that a table does not have are skipped and counted, for
+ * `aerie_calls`.
  */
 #include "../c/calls.h"
 #include "../c/vector.h"
@@ -17,7 +18,9 @@ INLINE int is_missing(int64_t id, int64_t rows)
     return missing;
 }
 
-/* table [rows, size] -> out [count, size]: row i is row ids[i] of the table. With `wraps` an id may count from the end. */
+/* table [rows, size] -> out [count, size]: row i is row ids[i] of the table. With `wraps`, negative ids count from the
+ * end.
+ */
 void NAMED(aerie_gather)(const char *table, const void *ids, char *out, int64_t count, int64_t size, int64_t rows,
                          int64_t wide, int64_t wraps)
 {
@@ -44,8 +47,9 @@ void NAMED(aerie_place)(const char *given, char *out, int64_t count, int64_t siz
     for (int64_t i = 0; i < count; i++) memcpy(out + i * out_stride, given + i * given_stride, (size_t)size);
 }
 
-/* table at strides -> out [rows, columns], numbers of `size` bytes: each that of the table at a row and a column, whose ids, of
- * 64 bits, lie at strides that are 0 where one id is for several. An id may count from the end.
+/* table at strides -> out [rows, columns], numbers of `size` bytes: out[r][c] = table[row id][column id]. The 64-bit
+ * ids lie at strides, which are 0 for broadcast ids; NULL row_ids: the row itself. With `wraps`, negative ids count
+ * from the end.
  */
 struct aerie_cells {
     const char *table;

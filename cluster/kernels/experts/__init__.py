@@ -1,1 +1,1 @@
-"""One kernel, by language."""
+"""Sorting of rows by expert and sums of expert outputs, in Triton."""

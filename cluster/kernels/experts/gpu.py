@@ -1,6 +1,6 @@
-"""Rows in order of the experts that they chose, and each row's results back together.
+"""Sorting of rows by expert, and weighted sums of each row's expert outputs.
 
-Nothing is added up in an order that is not fixed, so results are the same each time.
+All sums have a fixed order (no atomics), so results are reproducible.
 """
 
 import triton
@@ -9,10 +9,11 @@ import triton.language as tl
 
 @triton.jit
 def group(chosen, source, expert, place, ends, count, active, BLOCK: tl.constexpr):
-    """The places of one expert's rows for each program: those behind all that chose an expert of a lower number.
+    """Assign places to the choices of one expert per program, after the places of all lower experts: a stable counting
+    sort.
 
-    `chosen` `[count]` are the experts of rows, `active` of each. Writes which row has each place, `source` `[count]`,
-    and its expert, `expert` `[count]`; the `place` `[count]` of each choice; and `ends` `[E]`, where each expert's end.
+    `chosen` `[count]` are the choices, `active` for each row. Writes `source` and `expert` `[count]` (the row and the
+    expert at each place), `place` `[count]` (the place of each choice) and `ends` `[E]` (where an expert's places end).
     """
     own, at = tl.program_id(0), tl.arange(0, BLOCK)
     below, mine = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
@@ -20,7 +21,7 @@ def group(chosen, source, expert, place, ends, count, active, BLOCK: tl.constexp
         given = tl.load(chosen + start + at, mask=start + at < count, other=tl.num_programs(0))
         below += (given < own).to(tl.int32)
         mine += (given == own).to(tl.int32)
-    first = tl.sum(below, 0)
+    first = tl.sum(below, 0)  # the number of choices of lower experts is this expert's first place
     tl.store(ends + own, first + tl.sum(mine, 0))
     for start in range(0, count, BLOCK):
         given = tl.load(chosen + start + at, mask=start + at < count, other=tl.num_programs(0))
@@ -48,8 +49,9 @@ def combine(
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """`out` `[T, size]`: of each row what its `ACTIVE` experts `made` `[count, size]` at its places `place`, times
-    `weights` `[T, ACTIVE]`, added up in order of place. `BIASED`: plus `bias` `[E, size]` of each `chosen` expert.
+    """Compute `out` `[T, size]`: for each row, the sum of weights * (made + bias) over the row's `ACTIVE` places, in
+    ascending order. `made` `[count, size]` has an entry per place, `weights` are `[T, ACTIVE]`. `bias` `[E, size]` has
+    an entry per expert, and is used only if `BIASED`.
     """
     row, slot = tl.program_id(0).to(tl.int64), tl.arange(0, SLOTS)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -60,7 +62,7 @@ def combine(
         experts = tl.load(chosen + row * ACTIVE + slot, mask=slot < ACTIVE, other=0)
     total = tl.zeros([BLOCK], WIDE)
     for _ in range(ACTIVE):
-        next_place = tl.min(places, 0)
+        next_place = tl.min(places, 0)  # the lowest place not yet added; added ones are set to `count`
         is_next = places == next_place
         part = tl.load(made + next_place * size + at, mask=held, other=0.0).to(WIDE)
         if BIASED:

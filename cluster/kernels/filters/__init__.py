@@ -1,1 +1,1 @@
-"""One kernel, by language."""
+"""Thresholds of top_k, top_p and min_p, in Triton."""

@@ -1,6 +1,7 @@
-"""What top_k, top_p and min_p keep of a row: one threshold, found digit by digit, without a sort.
+"""Filters top_k, top_p and min_p as one threshold per row, found by radix select, without a sort.
 
-Mass is counted in whole numbers, whose sums have no order, of exponentials by the function that torch calls on a GPU.
+Probability mass is summed in integers, so the order of a sum does not matter. The exponentials come from the function
+that torch calls on a GPU.
 """
 
 import triton
@@ -12,13 +13,13 @@ from cluster.kernels.choice.gpu import in_order, number_of, signed, unsigned
 
 @triton.jit
 def tempered(logits, scale, at, held, WIDE: tl.constexpr):
-    """Logits times the inverse temperature."""
+    """Load logits and multiply them by the inverse temperature."""
     return tl.load(logits + at, mask=held, other=0.0).to(WIDE) * scale
 
 
 @triton.jit
 def mass_of(x, top, kth, MASS: tl.constexpr, LIBRARY: tl.constexpr):
-    """The mass of tempered logits, where `top` has `MASS`; none below `kth`."""
+    """Return the integer mass floor(MASS * exp(x - top)) of tempered logits x; 0 below `kth`, the top_k threshold."""
     if LIBRARY:
         share = libdevice.exp(x - top)
     else:
@@ -40,8 +41,10 @@ def least_with(
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The largest number so that all tempered logits of a row not below it together weigh `needed`, which they do all
-    together: each 1, or if `WEIGHED` its mass. Two bits of it are found in each pass over the row.
+    """Return the largest number t such that the tempered logits >= t together weigh at least `needed`.
+
+    Each logit weighs 1, or its mass if `WEIGHED`; all logits together must weigh at least `needed`. Radix select: each
+    pass over the row fixes the next two bits of t, the highest first, in the integers of `unsigned(in_order(x))`.
     """
     UNSIGNED: tl.constexpr = tl.uint64 if tl.float64 == WIDE else tl.uint32
     BITS: tl.constexpr = UNSIGNED.primitive_bitwidth
@@ -60,7 +63,7 @@ def least_with(
             else:
                 own = held.to(tl.int64)
             weight += tl.where(order[None, :] >= tried[:, None], own[None, :], 0)
-        enough = tl.sum(weight, 1) >= needed  # the higher a digit, the less reaches it
+        enough = tl.sum(weight, 1) >= needed  # monotonic: a higher digit has less weight above it
         found = found | tl.max(tl.where(enough, digits, 0), 0)
         digits = digits >> 2
     return number_of(signed(found), WIDE)
@@ -81,8 +84,9 @@ def threshold(
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The `least` `[T]` of the tempered logits of each row `[T, columns]` that its filters keep, one of each kind;
-    a row may have none. NaN, which rules out nothing, where a row is not finite.
+    """Write the threshold `least` `[T]` of each row of `logits` `[T, columns]`: the least tempered logit that top_k,
+    top_p and min_p all keep; -inf without filters. For a row with NaN or an infinite maximum, it is NaN, which removes
+    no token.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
@@ -113,5 +117,6 @@ def threshold(
             needed = tl.maximum(needed, 1)
             nucleus = least_with(logits, scale, columns, needed, top, kth, True, MASS, LIBRARY, WIDE, BLOCK)
             kept = tl.maximum(kept, nucleus)
+        # min_p: x >= top + log(min_p). The top token always stays.
         kept = tl.minimum(tl.maximum(kept, top + tl.load(log_min_p + row).to(WIDE)), top)
     tl.store(least + row, tl.where(finite, kept, float("nan")))

@@ -1,1 +1,1 @@
-"""What is used of the FlashInfer library, and what its wrappers launch."""
+"""The parts of FlashInfer that are used, and the launch arguments of its wrappers."""

@@ -1,11 +1,11 @@
-"""The kernels beside FlashInfer's attention: Triton's."""
+"""The kernels that are used beside FlashInfer's attention: those in Triton."""
 
 from cluster.kernels.flashinfer.library import VERSION, FlashInfer
 from cluster.kernels.triton_kernels import TritonKernels
 
 
 class FlashInferKernels(TritonKernels):
-    """`Kernels` by Triton, with FlashInfer for attention."""
+    """`Kernels` in Triton, with FlashInfer for attention."""
 
     name = "flashinfer"
 

@@ -1,8 +1,8 @@
-"""What FlashInfer's wrappers launch with: all that `run` reads of them, so that two plans can be told apart.
+"""The launch arguments of FlashInfer's wrappers: all attributes that `run` reads, so that two plans can be compared.
 
-A graph holds the numbers and addresses of the plan that it was captured with, and reads what lies at these addresses
-when it is replayed. So another plan may take that one's place if all that `run` reads is the same. What these are is
-read from the source of the one version (`tests/flashinfer/signatures.json`, "read"), and a test compares.
+A CUDA graph holds the numbers and addresses of the plan that it was captured with; at replay it reads the memory at
+these addresses. So a new plan can replace that plan if all attributes that `run` reads are equal. The lists below come
+from the source of one version of FlashInfer; a test compares them with "read" in `tests/flashinfer/signatures.json`.
 """
 
 from collections.abc import Iterable
@@ -58,7 +58,7 @@ PAGED = (
     "_window_left",
     "_workspace_size",
 )
-"""Of the wrapper for keys and values."""
+"""Attributes of the wrapper for keys and values."""
 LATENT = (
     "_backend",
     "_float_workspace_buffer",
@@ -69,7 +69,7 @@ LATENT = (
     "_planned_query_layout",
     "_q_data_type",
 )
-"""Of the wrapper for latents, beside `_planned_backend`, which each plan makes anew."""
+"""Attributes of the wrapper for latents, without `_planned_backend`, a new object in each plan."""
 LATENT_BACKEND = (
     "_cached_module",
     "_causal",
@@ -85,11 +85,11 @@ LATENT_BACKEND = (
     "_use_profiler",
     "device",
 )
-"""Of what that one plans with, for its kernels of the families fa2 and fa3."""
+"""Attributes of `_planned_backend`, for kernels of the families fa2 and fa3."""
 
 
 class KernelMemory(NamedTuple):
-    """Memory that a kernel is told of."""
+    """A tensor that a kernel is launched with: where it is and its layout, not its contents."""
 
     address: int
     shape: tuple[int, ...]
@@ -98,19 +98,19 @@ class KernelMemory(NamedTuple):
 
 
 def paged_launch(wrapper: Any) -> dict[str, Any]:
-    """All that `run` reads of the wrapper for keys and values, as it is planned."""
+    """Return all attributes that `run` reads of the wrapper for keys and values, under its current plan."""
     return {name: _told(getattr(wrapper, name)) for name in PAGED}
 
 
 def latent_launch(wrapper: Any) -> dict[str, Any]:
-    """The same of the wrapper for latents and what it plans with."""
+    """Return all attributes that `run` reads of the wrapper for latents and of its `_planned_backend`."""
     planned = wrapper._planned_backend
     own = {name: _told(getattr(wrapper, name)) for name in LATENT}
     return own | {f"planned.{name}": _told(getattr(planned, name)) for name in LATENT_BACKEND} | {"kind": type(planned)}
 
 
 def _told(value: Any) -> Any:
-    """Something that compares equal to another only if a launch with either is the same."""
+    """Return `value` in a form to compare: two forms are equal only if launches with the two values are the same."""
     if isinstance(value, Tensor):
         return KernelMemory(value.data_ptr(), tuple(value.shape), value.stride(), value.dtype)
     if isinstance(value, Iterable) and not isinstance(value, str):

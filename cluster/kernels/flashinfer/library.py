@@ -1,7 +1,7 @@
-"""What is used of FlashInfer, and which attention it is asked for.
+"""The parts of FlashInfer that are used, and which attention it computes.
 
-It is imported when the setting `attention_backend` names it, and runs on a GPU only. Its interface changes between
-minor versions, so one version is taken, whose signatures `tests/flashinfer/signatures.json` holds.
+FlashInfer is imported only if the setting `attention_backend` names it, and runs on a GPU only. Its interface changes
+between minor versions, so one version is accepted; `tests/flashinfer/signatures.json` holds its signatures.
 """
 
 import importlib
@@ -17,14 +17,14 @@ from cluster.arch import LayerGeometry
 
 VERSION = "0.7.2.post1"
 LINES = 4_000_000
-"""Query heads of rows, all counted, that one plan is asked for: its list of work has room for 131,072 blocks of 64."""
+"""The most rows times query heads of one plan, whose work list has room for 131,072 blocks of 64."""
 LATENT_LINES = 900_000
-"""The same of latents, where there is room for 16,384."""
+"""The same limit for latents, where the work list has room for 16,384 blocks."""
 
 
 class Share(NamedTuple):
-    """What of a layer's attention FlashInfer computes: of trees their committed tokens, of texts all. `why` it does not
-    compute the rest, empty where it does both.
+    """What FlashInfer computes of a layer's attention: if `trees`, the committed tokens of trees; if `texts`, prompts
+    entirely. `why` is the reason why it does not compute both, empty if it does.
     """
 
     trees: bool
@@ -34,8 +34,9 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FlashInfer:
-    """Its two wrappers, for keys and values and for latents, and `csr`, which makes metadata for the latter. `variant`
-    is the family of its kernels, fa2 or fa3. Sizes are those of heads; of latents, of the value and what follows it.
+    """FlashInfer's wrapper classes for keys and values (`paged`) and for latents (`latent`), and `csr`, which makes the
+    metadata of `latent`. `variant` is the kernel family, fa2 or fa3. FlashInfer is used for the `head_sizes` and
+    `latent_sizes` (value size, size of the rest) only.
     """
 
     paged: Callable[..., Any]
@@ -46,7 +47,7 @@ class FlashInfer:
     latent_sizes: frozenset[tuple[int, int]] = frozenset({(512, 64)})
 
     def share(self, layer: LayerGeometry) -> Share:
-        """What it computes in a layer of this kind."""
+        """Return what FlashInfer computes in a layer of this geometry."""
         if layer.latent is not None:
             parts = layer.value_dim, layer.head_dim - layer.value_dim
             if parts not in self.latent_sizes or layer.sliding_window is not None:
@@ -63,8 +64,8 @@ class FlashInfer:
         return Share(True, True)
 
     def left(self, layers: Sequence[LayerGeometry], most_rows: int) -> Iterator[str]:
-        """What of the attention of a runner's layers is left to Triton's programs, in words; a forward has `most_rows`
-        at most.
+        """Yield texts that say which attention of a runner's layers is left to Triton; a forward has at most
+        `most_rows` rows.
         """
         shares, heads = [self.share(layer) for layer in layers], layers[0].heads
         for share in dict.fromkeys(share for share in shares if share.why):
@@ -77,7 +78,7 @@ class FlashInfer:
 
 
 def find(device: torch.device, dtype: torch.dtype) -> FlashInfer | str:
-    """FlashInfer for this device and numbers of `dtype`, or why it cannot be had and what to do."""
+    """Return FlashInfer for this device and `dtype`, or the reason why it is not available and what to do."""
     if device.type != "cuda":
         return f"runs on a GPU and device is {device.type}; set attention_backend to auto"
     if dtype not in (torch.bfloat16, torch.float16):

@@ -1,1 +1,1 @@
-"""One kernel, by language."""
+"""Moves of KV cells within windows, in Triton."""

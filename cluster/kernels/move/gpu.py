@@ -1,4 +1,4 @@
-"""KV moves within windows, over all layers at once."""
+"""Moves of KV cells within windows, in all layers at once."""
 
 import triton
 import triton.language as tl
@@ -6,9 +6,9 @@ import triton.language as tl
 
 @triton.jit
 def move(memory, destination, source, layer_stride, count, CELL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """In each layer of `memory` `[layers, slots, CELL]` slot `source[r, i]` goes to `destination[r, i]`, `[R, count]`.
+    """In each layer of `memory` `[layers, slots, CELL]`, copy slot `source[r, i]` to `destination[r, i]`, `[R, count]`.
 
-    All that is moved within row r is read before any of it is written; rows are each other's business in no way.
+    One program handles all slots of a row, and reads them all before it writes. Slots of different rows are disjoint.
     """
     layer, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     at, entry = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, ROWS)
@@ -18,5 +18,5 @@ def move(memory, destination, source, layer_stride, count, CELL: tl.constexpr, R
     held = moved[:, None] & (at < CELL)[None, :]
     base = memory + layer * layer_stride + at[None, :]
     cells = tl.load(base + given[:, None] * CELL, mask=held, other=0.0)
-    tl.debug_barrier()
+    tl.debug_barrier()  # all threads of the program have read before one of them writes
     tl.store(base + taken[:, None] * CELL, cells, mask=held)

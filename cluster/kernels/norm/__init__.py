@@ -1,1 +1,1 @@
-"""One kernel, by language."""
+"""RMS norm with a residual sum, in C and Triton."""

@@ -1,4 +1,4 @@
-"""RMS norm with the residual sum before it, a row to a program."""
+"""RMS norm with an optional residual sum before it. One program computes one row."""
 
 import triton
 import triton.language as tl
@@ -8,8 +8,9 @@ import triton.language as tl
 def add_norm(
     rows, more, scale, total, out, stride, size, eps, MORE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """`total` = `rows` + `more` `[T, size]` (with `MORE`), `out` its norm times `scale` `[size]`; `rows` lie `stride`
-    apart, the others in one piece.
+    """Write the RMS norm of x times `scale` `[size]` to `out`: out = x / sqrt(mean(x^2) + eps) * scale. If `MORE`, x is
+    `rows` + `more` `[T, size]`, which is also written to `total`; if not, x is `rows`. `rows` are at `stride`; the
+    other tensors are contiguous.
     """
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     held = at < size
@@ -18,7 +19,7 @@ def add_norm(
     if MORE:
         given = (x + tl.load(more + row * size + at, mask=held, other=0.0).to(WIDE)).to(given.dtype)
         tl.store(total + row * size + at, given, mask=held)
-        x = given.to(WIDE)
+        x = given.to(WIDE)  # the norm is of the sum as rounded to its dtype, like torch's
     x *= 1 / tl.sqrt(tl.sum(x * x) / size + eps)
     x *= tl.load(scale + at, mask=held, other=0.0).to(WIDE)
     tl.store(out + row * size + at, x.to(given.dtype), mask=held)

@@ -1,4 +1,4 @@
-/* Root mean square norm of rows, which may be sums of two. */
+/* RMS norm of rows, or of sums of two rows. */
 #include "../c/rms.h"
 #include "../c/threads.h"
 
@@ -26,8 +26,8 @@ static void part(const void *data, int64_t part, int64_t parts)
     }
 }
 
-/* rows [count, size] at `stride`, more [count, size] or NULL -> sums [count, size], if there is more, and out. `wide`:
- * scale [size] is as wide as registers, not as memory.
+/* rows [count, size] at `stride`, more [count, size] or NULL -> sums = rows + more (unless NULL), and out, the norm.
+ * `wide`: scale [size] is of type `real`, else `stored`.
  */
 void NAMED(aerie_norm)(const stored *rows, const stored *more, const void *scale, stored *sums, stored *out, int64_t count,
                        int64_t size, int64_t stride, int64_t wide, double eps, int64_t threads)

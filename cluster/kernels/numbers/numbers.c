@@ -1,14 +1,14 @@
-/* Arithmetic of a few numbers, on the calling thread: lengths, positions, counts and the like of a step's requests.
+/* Arithmetic on a few numbers, on the calling thread: lengths, positions, counts and the like of a step's requests.
  *
- * Whole numbers are worked on in 64 bits. Floats are worked on in double, which gives the same sums, differences and products
- * as float does once they are rounded to it.
+ * Integers are computed in 64 bits. Floats are computed in double: rounded to float, sums, differences and products are
+ * the same as if computed in float.
  */
 #include "../c/vector.h"
 
 enum { I64, I32, BOOLEAN, F32, F64 };
 enum { ADD, SUBTRACT, MULTIPLY, EQUAL, UNEQUAL, DIVIDE, REMAINDER, LEAST, COPY, SUM, PRODUCTS };
 
-/* out [rows, columns] of a and b at strides in bytes, which are 0 where one of their numbers is for several. */
+/* out [rows, columns] from a and b. Strides are in bytes, and 0 in broadcast dimensions. */
 struct aerie_numbers {
     const char *a, *b;
     char *out;
@@ -37,7 +37,7 @@ INLINE double float_at(const char *from, int64_t kind)
     return kind == F64 ? *(const double *)from : kind == F32 ? *(const float *)from : (double)whole_at(from, kind);
 }
 
-/* Rounded down, as is the quotient of which a remainder has the divisor's sign. By zero: 0. */
+/* The quotient rounded down, for which the remainder has the divisor's sign, as in Python. Division by zero gives 0. */
 INLINE int64_t quotient(int64_t a, int64_t b)
 {
     return b ? a / b - (a % b != 0 && (a % b < 0) != (b < 0)) : 0;

@@ -1,20 +1,20 @@
-/* out[m][n] = sum over k of rows[m][k] * weight[k][n], + bias[n]: each a chain of turns, k ascending, whatever is
- * computed beside it. A weight lies in panels of LANES columns: panels[column / LANES][k][column % LANES]; for tiles
- * (AMX) otherwise, as said there.
+/* out[m][n] = sum over k of rows[m][k] * weight[k][n], + bias[n]. Each sum is one chain of turns in ascending k, for
+ * any number of rows. A weight is stored in panels of LANES columns: panels[column / LANES][k][column % LANES]; for AMX
+ * see tiles.h.
  */
 #include "../c/finish.h"
 #include "../c/scratch.h"
 #include "../c/threads.h"
 
-#define BROAD 256 /* panels whose sums are unfinished at once, which bounds what memory they take */
+#define BROAD 256 /* panels with unfinished sums at once; bounds the memory of these sums */
 
 struct job {
     const stored *rows, *panels, *bias;
     stored *out;
     int64_t m, k, n;
-    const int32_t *ends; /* of each expert's rows; NULL: there is one matrix */
+    const int32_t *ends; /* where each expert's rows end; NULL: there is one matrix */
     int64_t experts;
-    int64_t bands; /* of rows; the parts of a band have some of its columns each */
+    int64_t bands; /* bands of rows; each part has some columns of one band */
 };
 
 #ifdef TILES
@@ -38,10 +38,12 @@ static void part(const void *data, int64_t part, int64_t parts)
     }
 }
 
-/* Of many rows a thread has some, all the way through a layer: norms and activations take the same ones, so that what
- * one core wrote is not read by another, which may share no cache with it. Of few rows each has some columns.
+/* With many rows, a thread has some of the rows, the same ones in all kernels of a layer (norms and activations too).
+ * So a core reads what it wrote itself, not what another core wrote, which may share no cache with it. With few rows, a
+ * thread has some of the columns.
  *
- * rows [m, k], panels [experts, ceil(n / LANES), k, LANES], bias [experts, n] or NULL, ends [experts] or NULL. */
+ * rows [m, k], panels [experts, ceil(n / LANES), k, LANES], bias [experts, n] or NULL, ends [experts] or NULL.
+ */
 void NAMED(aerie_product)(const stored *rows, const stored *panels, const stored *bias, stored *out, int64_t m, int64_t k,
                           int64_t n, const int32_t *ends, int64_t experts, int64_t threads)
 {

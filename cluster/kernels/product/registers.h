@@ -1,34 +1,34 @@
-/* Products whose sums are in registers: rows of a tile take each number of a panel from one register. */
+/* Products with all sums of a tile in registers: all rows of a tile use a panel's numbers from one register. */
 #pragma once
 #include "../c/turn.h"
 
-#define INPUTS(k) (k) /* that a panel has */
+#define INPUTS(k) (k) /* inputs of a panel */
 #if BYTES == 64
 #define MOST 12 /* rows of a tile: their sums fill the registers */
 #else
 #define MOST 6
 #endif
-#define DEEP (512 * TURN) /* of k at once where there are more rows: so that a panel stays in the nearest cache */
+#define DEEP (512 * TURN) /* inputs at once if there are several tiles of rows: a panel then stays in the L1 cache */
 #define TALL (MOST * 8 * TURN)
-#define BAND 48 /* rows that are enough for a thread which takes all their columns */
-#define AHEAD 32 /* turns before its use that a panel is asked for by a tile that takes it alone */
+#define BAND 48 /* rows from which a thread computes all columns of its rows */
+#define AHEAD 32 /* a panel that only one tile of rows reads is prefetched so many turns before its use */
 
 struct tile {
     const entry *rows; /* [turns of k][mr] */
     const stored *panels;
-    const factor *ready; /* the panels' factors, if several tiles share them */
-    int64_t k, panel; /* numbers from one panel to the next */
-    const real *from; /* sums so far, NULL: none */
-    real *to;         /* sums, NULL: they are complete and go out */
-    int64_t width;    /* of `from` and `to` */
+    const factor *ready; /* the panels' factors, unpacked once if several tiles share them */
+    int64_t k, panel; /* inputs; stride between panels, in numbers */
+    const real *from; /* previous sums; NULL: start at 0 */
+    real *to;         /* where unfinished sums go; NULL: they are complete, and go to `out` */
+    int64_t width;    /* row stride of `from` and `to` */
     const stored *bias;
     stored *out;
     int64_t n, columns;
-    int alone;          /* no other tile of rows takes these panels */
-    const stored *next; /* a panel to ask memory for, which all tiles take next; NULL: none */
+    int alone;          /* no other tile of rows reads these panels */
+    const stored *next; /* a panel to prefetch, which all tiles need next; NULL: none */
 };
 
-/* Asks memory for what one turn takes of a panel; it may lie behind the last one. */
+/* Prefetches what one turn reads of a panel; the address may be past the last panel. */
 INLINE void ask(const stored *panel)
 {
     for (size_t at = 0; at < TURN * LANES * sizeof *panel; at += 64) __builtin_prefetch((const char *)panel + at);
@@ -48,7 +48,7 @@ INLINE void tile_of(const struct tile *t, int mr, int np, int ready)
     for (int64_t k = 0; k < turns; k++, rows += mr) {
         factor weight[8 * FOLDS];
         if (t->alone && mr > 1) {
-            int64_t at = k + AHEAD, past = at < turns ? 0 : (np - 1) * t->panel; /* the next tile's begin behind these */
+            int64_t at = k + AHEAD, past = at < turns ? 0 : (np - 1) * t->panel; /* at the end: the next tile's panels */
             for (int p = 0; p < np; p++) ask(panel[p] + past + at * TURN * LANES);
         } else if (t->next) {
             ask(t->next + k * TURN * LANES);
@@ -87,7 +87,7 @@ static void tile(const struct tile *t, int mr, int np) { sized(t, mr, np, 0); }
 #if KIND == 16
 static void tile_ready(const struct tile *t, int mr, int np) { sized(t, mr, np, 1); }
 
-/* The factors of `deep` inputs of `np` panels, which lie together. */
+/* Unpacks the factors of `deep` inputs of `np` panels, panel after panel. */
 static const factor *readied(const stored *panels, int64_t panel, int np, int64_t deep)
 {
     int64_t turns = TURNS(deep);
@@ -99,7 +99,7 @@ static const factor *readied(const stored *panels, int64_t panel, int np, int64_
 }
 #endif
 
-/* Panels of a tile of `mr` rows: few rows need several, as each sum waits for its last product. */
+/* Panels of a tile of `mr` rows: few rows need several panels, to hide the latency of products. */
 INLINE int panels_of(int mr)
 {
 #if BYTES == 64
@@ -109,8 +109,8 @@ INLINE int panels_of(int mr)
 #endif
 }
 
-/* Rows of a tile, `stride` numbers from one to the next: the entries of one turn lie together, `[turns][mr]`. Four by four
- * where there are as many; the last four rows are some of those before if they have to.
+/* Packs the rows of a tile, at `stride` numbers, with the entries of one turn adjacent: [turns][mr]. It transposes
+ * blocks of 4 rows and 4 turns if there are as many; the last block may overlap the one before.
  */
 INLINE void packed_tile(const stored *rows, int64_t stride, int64_t mr, int64_t deep, entry *to)
 {
@@ -128,14 +128,14 @@ INLINE void packed_tile(const stored *rows, int64_t stride, int64_t mr, int64_t 
         for (int64_t k = whole; k < turns; k++) to[k * mr + i] = entry_of(rows + i * stride + k * TURN, deep - k * TURN);
 }
 
-/* Rows `[m][k]` of a block, from column `begin` on, as tiles. */
+/* Packs `deep` inputs of rows [m][k], from column `begin` on, in tiles of `each` rows. */
 static void packed(const struct job *j, const stored *rows, int64_t m, int64_t each, int64_t begin, int64_t deep, entry *to)
 {
     for (int64_t row = 0; row < m; row += each)
         packed_tile(rows + row * j->k + begin, j->k, m - row < each ? m - row : each, deep, to + row * TURNS(deep));
 }
 
-/* Rows `m` of one matrix times its panels `first` to `last - 1`. */
+/* Computes `m` rows times panels `first` to `last - 1` of one matrix. */
 static void some(const struct job *j, const stored *rows, const stored *panels, const stored *bias, stored *out, int64_t m,
                  int64_t first, int64_t last)
 {

@@ -1,15 +1,16 @@
-/* Products of bfloat16 by tiles (see c/amx.h). Panels lie as the instruction takes them: panels[column / 16][k / 2]
- * [column % 16][k % 2], k filled up with zeros to whole tiles.
+/* Products of bfloat16 by AMX tiles (see c/amx.h). Panels are stored as the instruction reads them:
+ * panels[column / 16][k / 2][column % 16][k % 2], with k filled with zeros to whole tiles.
  */
 #pragma once
 #include "../c/amx.h"
 
 #define INPUTS(k) (((k) + STEP - 1) / STEP * STEP)
-#define DEEP 2048 /* inputs at once where there are several tiles of rows: two panels of them stay in the second cache */
+#define DEEP 2048 /* inputs at once if there are several tiles of rows: two panels of them stay in the L2 cache */
 #define TALL 256  /* rows for which a panel is read from memory once */
-#define BAND 128  /* rows that are enough for a thread which takes all their columns */
+#define BAND 128  /* rows from which a thread computes all columns of its rows */
 
-/* Rows `[m][k]`, from column `begin` on, as tiles of `each` rows, the last filled up with zeros: `[steps][each][STEP]`. */
+/* Packs `deep` inputs of rows [m][k], from column `begin` on, in tiles [steps][each][STEP], the last filled with zeros.
+ */
 static void packed(const struct job *j, const stored *rows, int64_t m, int64_t each, int64_t begin, int64_t deep, stored *to)
 {
     int64_t steps = INPUTS(deep) / STEP, filled = (m + each - 1) / each * each;
@@ -21,7 +22,7 @@ static void packed(const struct job *j, const stored *rows, int64_t m, int64_t e
     }
 }
 
-/* Rows `m` of one matrix times its panels `first` to `last - 1`. */
+/* Computes `m` rows times panels `first` to `last - 1` of one matrix. */
 static void some(const struct job *j, const stored *rows, const stored *panels, const stored *bias, stored *out, int64_t m,
                  int64_t first, int64_t last)
 {

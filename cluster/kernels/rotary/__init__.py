@@ -1,1 +1,1 @@
-"""One kernel, by language."""
+"""Norm and rotation of query and key heads, in C and Triton."""

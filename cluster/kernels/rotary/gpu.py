@@ -1,4 +1,7 @@
-"""Norm and rotation of heads in place, a head of a row to a program. Each number is read and written by one thread."""
+"""Norm and rotary embedding of heads, in place. One program handles one head of one row.
+
+Each number is read and written by the same thread, so writing in place needs no barrier.
+"""
 
 import triton
 import triton.language as tl
@@ -22,10 +25,11 @@ def rotate(
     HALF: tl.constexpr,
     REST: tl.constexpr,
 ):
-    """Rotate the first 2 x `half` numbers of each of `heads` `[T, n, size]` by `cosines` and `sines` `[T, 2 half]`.
+    """Rotate the first 2 x `half` numbers of each head `[T, n, size]` by `cosines` and signed `sines` `[T, 2 half]`:
+    (low cos + high sin, high cos + low sin).
 
-    With `NORMED` all are normed before: the first `queries` heads by `q_scale`, the others by `k_scale`. `REST` are the
-    numbers behind (0: none, or none that change).
+    If `NORMED`, heads are RMS-normed first: the first `queries` heads with `q_scale`, the others with `k_scale`. `REST`
+    is the block size for the numbers that are not rotated (0 if there are none, or if they do not change).
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     base = heads + row * row_stride + head * head_stride

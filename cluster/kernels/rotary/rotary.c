@@ -1,4 +1,4 @@
-/* Norms of queries and keys, and their rotation, in place. */
+/* RMS norm of queries and keys, and their rotary embedding, in place. */
 #include "../c/rms.h"
 #include "../c/threads.h"
 
@@ -34,8 +34,9 @@ static void part(const void *data, int64_t part, int64_t parts)
     }
 }
 
-/* packed [count, heads + kv_heads, size], rows at `stride`, heads `apart`: queries, then keys. Of each the
- * first `turned` numbers are rotated by cosine and sine [count, turned]. Both are normed where there are scales [size].
+/* packed [count, heads + kv_heads, size], rows at `stride`, heads `apart` numbers apart: queries, then keys. The first
+ * `turned` numbers of each head are rotated by cosine and signed sine [count, turned]: low cos + high sin, high cos +
+ * low sin. Before that, heads are normed with the scales [size], unless these are NULL.
  */
 void NAMED(aerie_rotary)(stored *packed, const stored *cosine, const stored *sine, const void *q_scale,
                          const void *k_scale, int64_t count, int64_t stride, int64_t apart, int64_t heads, int64_t kv_heads,

@@ -1,1 +1,1 @@
-"""One kernel, by language."""
+"""Stores of new cells into a KV pool, in Triton."""

@@ -1,1 +1,1 @@
-"""One kernel, by language."""
+"""Growth of draft trees, in Triton."""

@@ -1,6 +1,6 @@
-"""How a draft's trees grow: scores and best rows of a level, the nodes that a tree keeps, their ancestors.
+"""Growth of draft trees: the scores and best rows of a level, the nodes that a tree keeps, and their ancestors.
 
-Equal scores: the candidate with the lower number comes first.
+Of equal scores, the candidate with the lower number comes first.
 """
 
 import triton
@@ -31,12 +31,16 @@ def level(
     DECAY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The proposals of one level, of each of R requests `TOPK` after each of `TOPK` rows, as candidates from number
-    `before` on.
+    """Add the proposals of one level as candidates from number `before` on: `TOPK` after each of a request's `TOPK`
+    rows.
 
-    `proposed`, `likely` `[R, TOPK, TOPK]` (or with `FIRST` `[R, TOPK]`, after the root), `score`, `number` `[R, TOPK]`
-    of the rows: cumulative score and candidate number. Writes `tokens`, `scores`, `parents` `[R, total]`, and of the
-    `TOPK` best of the level (of the first level all, in order) token, row that it follows, score and number.
+    `proposed` and `likely` `[R, TOPK, TOPK]` are tokens and log-probabilities; in the first level (`FIRST`), which
+    follows the root, they are `[R, TOPK]`. `score` and `number` `[R, TOPK]` are the rows' cumulative scores and
+    candidate numbers. Writes the candidates' `tokens`, `scores`, `parents` `[R, total]`. For the `TOPK` best candidates
+    of the level, also writes token, parent row, score and number; in the first level these are all, in order.
+
+    score = score of the row + clamp(log-probability, FLOOR, 0) - DECAY. NaN counts as FLOOR. DECAY makes a child score
+    below its parent, so that a tree which keeps a node keeps its parent too.
     """
     request, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     COUNT: tl.constexpr = TOPK if FIRST else TOPK * TOPK
@@ -85,9 +89,10 @@ def keep(
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Of the candidates `tokens`, `scores`, `parents` `[R, total]` the `wanted` best, in their order, behind the root.
+    """Keep the root and the `wanted` best of the candidates `tokens`, `scores`, `parents` `[R, total]`, in their order.
 
-    Writes tokens, parents and depths of the nodes, `[R, nodes]`. The least score that stays is found bit by bit.
+    Writes tokens, parents and depths of these nodes, `[R, nodes]`. The lowest kept score is found bit by bit (radix
+    select).
     """
     request, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     held, place = at < total, request * total + at
@@ -98,13 +103,14 @@ def keep(
         tried = least | bit
         bit = bit >> 1
         least = tl.where(tl.sum((held & (order >= tried)).to(tl.int32), 0) >= wanted, tried, least)
+    # All candidates above the threshold stay, and of those equal to it the first ones, up to `wanted`.
     above, equal = held & (order > least), held & (order == least)
     spare = wanted - tl.sum(above.to(tl.int32), 0)
     kept = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= spare))
     node = tl.where(kept, tl.cumsum(kept.to(tl.int32), 0), 0)
     parent = tl.load(parents + place, mask=held, other=-1)
     above_node = tl.where(parent < 0, 0, tl.gather(node, tl.maximum(parent, 0), 0))
-    depth = tl.where(at < TOPK, 1, (at - TOPK) // (TOPK * TOPK) + 2)
+    depth = tl.where(at < TOPK, 1, (at - TOPK) // (TOPK * TOPK) + 2)  # level 1 has TOPK candidates, later ones TOPK^2
     out = request * nodes + node
     tl.store(node_tokens + out, tl.load(tokens + place, mask=kept, other=0), mask=kept)
     tl.store(node_parents + out, above_node.to(tl.int64), mask=kept)
@@ -116,13 +122,13 @@ def keep(
 
 @triton.jit
 def ancestry(parents, ancestors, nodes, deepest, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Who is whose ancestor or itself, `ancestors` `[R, nodes, nodes]`, in trees `parents` `[R, nodes]` at most
-    `deepest` deep.
+    """Write `ancestors` `[R, nodes, nodes]`: True where the column is an ancestor of the row or the row itself, in
+    trees `parents` `[R, nodes]` of depth at most `deepest`.
     """
     request = tl.program_id(0).to(tl.int64)
     row, column = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     node, seen = row, row[:, None] == column[None, :]
-    for _ in range(deepest):
+    for _ in range(deepest):  # each iteration follows one parent link; the root is its own parent
         node = tl.load(parents + request * nodes + node, mask=row < nodes, other=0).to(tl.int32)
         seen = seen | (node[:, None] == column[None, :])
     held = (row < nodes)[:, None] & (column < nodes)[None, :]

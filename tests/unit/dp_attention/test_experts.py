@@ -15,8 +15,8 @@ from cluster.distributed.mesh import Mesh, OutOfStepError, Shard
 from cluster.dp_attention.all2all import impossible, packed, unpacked
 from cluster.dp_attention.exchange import Exchange
 from cluster.dp_attention.plan import ExpertParallel
+from cluster.engine.backends import select_kernels
 from cluster.kernels.interface import Activation, Kernels
-from cluster.kernels.select import choose_kernels
 from cluster.kernels.torch_kernels import TorchKernels
 from cluster.models.context import Sharding, part_of_experts
 from cluster.models.exchange import NoExchange
@@ -112,8 +112,8 @@ def test_rows_sent_by_counts_get_the_bits_of_rows_sent_everywhere(
 ) -> None:
     """Uneven rows and uneven parts; ranks without rows, and whole groups without."""
     torch.manual_seed(world + groups + parts)
-    dtype = torch.float32 if choose_kernels("auto", CPU, torch.float32).library is not None else torch.float64
-    kernels = choose_kernels("auto", CPU, dtype)
+    dtype = torch.float32 if select_kernels("auto", CPU, torch.float32).library is not None else torch.float64
+    kernels = select_kernels("auto", CPU, dtype)
     exact = kernels.library is not None
     weights = Weights.random(moe, dtype, biases=not moe.shared)
     for counts in ((5, 0, 3, 1), (1, 7, 0, 2), (0, 0, 0, 1), (6, 6, 6, 6)):

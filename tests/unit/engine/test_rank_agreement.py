@@ -39,8 +39,8 @@ def test_kernels_with_other_digits_are_refused() -> None:
 def test_what_the_refusal_asks_for_makes_cpus_alike() -> None:
     """With it a CPU that multiplies bfloat16 in pairs or tiles computes as one that has AVX2 alone."""
     ask = (
-        "import torch; from cluster.kernels.select import choose_kernels; "
-        "print(choose_kernels('auto', torch.device('cpu'), torch.bfloat16).about)"
+        "import torch; from cluster.engine.backends import select_kernels; "
+        "print(select_kernels('auto', torch.device('cpu'), torch.bfloat16).about)"
     )
     environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}
     said = subprocess.run([sys.executable, "-c", ask], env=environment, capture_output=True, text=True, check=True)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from cluster.arch import TargetArch
-from cluster.attention.bind import bind_attention
 from cluster.attention.gather import Gather
 from cluster.batch import AttentionMetadata, HostBounds, PromptRows
 from cluster.distributed.mesh import Shard
+from cluster.engine.backends import bind_attention
 from cluster.kernels.interface import Kernels
 from cluster.models.exchange import NoExchange, TokenExchange
 from cluster.models.load import local_heads

@@ -59,11 +59,11 @@ def test_a_rank_reads_each_number_at_most_once_and_all_ranks_read_all(
 
 LOADING = """
 import json, resource, sys, torch
-from cluster.distributed.mesh import Part
+from cluster.distributed.mesh import Shard
 from tests.loading import context, load_target
 torch.set_num_threads(1)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-part = Part(1, 2)
+part = Shard(1, 2)
 target = load_target(sys.argv[1], context(torch.float32, part=part))
 print(json.dumps((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024))
 """

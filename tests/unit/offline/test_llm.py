@@ -209,6 +209,7 @@ def test_what_cannot_be_served_is_refused_by_name(plain: LLM, wordless: LLM) -> 
         (ValueError, r"prompts\[0\]: max_tokens: .*at most", lambda: plain.generate(["a"], {"max_tokens": 9999})),
         (ValueError, r"prompts\[0\] must have one of prompt", lambda: plain.generate([{"promt": "a"}])),  # type: ignore[list-item]
         (ValueError, r"prompts\[0\]: item 0: must hold token ids", lambda: plain.generate([[[1], [2]]])),  # type: ignore[list-item]
+        (ValueError, "sampling_params must be SamplingParams, .* got 'x'", lambda: plain.generate("a", "x")),  # type: ignore[arg-type]
         (ValueError, "2 entries for 1 of prompts", lambda: plain.generate("a", [SamplingParams()] * 2)),
         (ValueError, "'max_new_tokens'; use max_tokens", lambda: plain.generate("a", {"max_new_tokens": 3})),
         (ValueError, "temperature: must be", lambda: SamplingParams(temperature=-1)),

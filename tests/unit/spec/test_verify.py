@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from cluster.engine.backends import tree_backend_of
 from cluster.kernels.c_kernels import CKernels
 from cluster.kernels.torch_kernels import TorchKernels
-from cluster.spec.backends import tree_backend_of
 from cluster.spec.c_verify import CAccept
 from cluster.spec.tree import DraftTree, ancestors_of, chain
 from cluster.spec.verify import Accept, accept

@@ -1,7 +1,7 @@
 """Input items about built-in tools (shell, web search, MCP, ...) that ran elsewhere: calls and their outputs.
 
-Each becomes a function call and its result in the chat. An item without useful text, such as an image, is left out with
-a warning.
+In the chat, a call becomes a function call and an output becomes its result. An item without useful text, such as an
+image, is left out with a warning.
 """
 
 import json
@@ -82,11 +82,11 @@ class OtherItem(Strict):
 
     @property
     def parts(self) -> list[CalledTool | ToolResult]:
-        """The item as a function call, as the output of one, or as both; empty where the item is left out."""
+        """The function call in this item, the output in this item, or both. Empty if the item is left out."""
         fields = self.model_extra or {}
         found = next((fields[name] for name in GIVEN_BACK.get(self.type, ()) if fields.get(name)), None)
         if self.type in get_args(WholeKind) and found is None:
-            return []  # no later item brings the output, so the call would never get one
+            return []  # no later item has the output, so the call would never get its result
         call_id = str(fields.get("call_id") or fields.get("id") or self.type)
         made: list[CalledTool | ToolResult] = []
         if self.type in ARGUMENTS:
@@ -100,13 +100,15 @@ class OtherItem(Strict):
 
 
 def _arguments(given: Any, field: str) -> str:
-    """Return a tool's arguments as the JSON text of an object; any other value becomes its only field, `field`."""
+    """Return a tool's arguments as the text of a JSON object. Any other value becomes an object with one field,
+    `field`.
+    """
     found = loaded(given) if isinstance(given, str) and field == "arguments" else given
     return json.dumps(found if isinstance(found, dict) else {field: given}, ensure_ascii=False)
 
 
 def _text(given: Any) -> str:
-    """Return the output of a tool as text: a string itself, the joined texts of parts, or JSON."""
+    """Return the output of a tool as text: a string unchanged, the joined texts of parts, anything else as JSON."""
     if given is None or isinstance(given, str):
         return given or ""
     if isinstance(given, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in given):

@@ -5,10 +5,10 @@ from typing import Any
 from cluster.api.core.fields import FieldTable
 from cluster.api.core.translated import table_of
 
-# They tune the prompt cache, or tools of a kind that is left out anyway, so they cannot change the answer.
+# These fields tune the prompt cache, or tools that are left out anyway, so they cannot change the answer.
 HARMLESS = frozenset({"max_tool_calls", "prompt_cache_retention", "image"})
 
-# Not honoured, with the neutral values (besides null), which mean "off" and are accepted.
+# Refused fields, each with its neutral values, which mean "off" and are accepted. null is accepted for every field.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "previous_response_id": (),
     "conversation": (),

@@ -101,7 +101,7 @@ Thoughts = Annotated[str, PlainValidator(_thought_text, json_schema_input_type=l
 
 
 class ReasoningItem(Strict):
-    """Reasoning of an earlier response. Where `content` is empty, the summary is used instead."""
+    """Reasoning of an earlier response. If `content` is empty, the summary is used instead."""
 
     type: Literal["reasoning"]
     content: Thoughts = ""
@@ -189,7 +189,7 @@ def _add_other(made: Dialogue, item: OtherItem, path: str) -> None:
 
 
 def tools_in(items: Sequence[Item]) -> list[tuple[str, ResponseTool]]:
-    """Return the tools in input items, each with its path: declared ones, and those that a tool search has found.
+    """Return the tools in input items, each with its path: declared tools, and tools that a tool search has found.
 
     Raises:
         ApiError: 400 that names the tool and the field.
@@ -206,7 +206,7 @@ def tools_in(items: Sequence[Item]) -> list[tuple[str, ResponseTool]]:
 
 
 def left_out(items: Sequence[Item]) -> list[str]:
-    """Return warnings about items that are left out of the prompt, each type once."""
+    """Return one warning for each type of items that are left out of the prompt."""
     places: dict[str, int] = {}
     for at, item in enumerate(items):
         if isinstance(item, OtherItem) and not item.parts:

@@ -56,7 +56,7 @@ class TextOptions(Strict):
 
 
 class ReasoningOptions(Strict):
-    """`reasoning`. No summaries are made, whatever `summary` says: the reasoning item holds the reasoning itself."""
+    """`reasoning`. `summary` has no effect: no summaries are made. A reasoning item holds the reasoning itself."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -27,7 +27,7 @@ IN_PROGRESS, COMPLETED, INCOMPLETE, FAILED = "in_progress", "completed", "incomp
 class ResponseShape:
     """One response. Texts become message items, reasoning becomes reasoning items, calls become call items, in order.
 
-    The response repeats the fields of the request, and `temperature` and `top_p` with their defaults filled in.
+    The response repeats fields of the request, and has `temperature` and `top_p` with their defaults filled in.
     """
 
     alive = ALIVE
@@ -63,7 +63,7 @@ class ResponseShape:
         return b""
 
     def failed(self, error: ApiError) -> bytes:
-        """Return the event of the error, and that of the failed response."""
+        """Return the events `error` and `response.failed`."""
         told = {"code": error.code, "message": error.message, "param": error.param}
         response = self._response(FAILED) | {"error": {"code": "server_error", "message": error.message}}
         return self._framed([("error", told), ("response.failed", {"response": response})])
@@ -144,11 +144,11 @@ class ResponseShape:
         return f"{ITEM_IDS[kind]}_{self._about.call_id.removeprefix('resp_')}_{section.index}"
 
     def _own(self, section: Section) -> Own:
-        """Return the client's name and kind of the called tool. A name that no tool has counts as a function."""
+        """Return the client's name and kind of the called tool. An unknown name counts as a function."""
         return self._names.get(section.name) or Own("function", section.name)
 
     def _status_of(self, section: Section) -> str:
-        """Return the status of a finished item: incomplete for the last one of an answer that reached its limit."""
+        """Return the status of a finished item. The last item is incomplete if the answer reached its token limit."""
         cut = self._finish == "length" and section is self._sections.all[-1]
         return INCOMPLETE if cut else COMPLETED
 
@@ -178,7 +178,7 @@ class ResponseShape:
         return {"type": item, **head, "call_id": section.call_id, "name": own.name, given: section.text, **space}
 
     def _wait(self, delta: Delta) -> None:
-        """Keep the log-probabilities of a delta until its text comes; drop those of reasoning and calls."""
+        """Keep the log-probabilities of a delta until its text comes. Drop log-probabilities of reasoning and calls."""
         if delta.events and not any(isinstance(one, TextPiece) for one in delta.events):
             self._waiting = []
             return
@@ -196,7 +196,7 @@ class ResponseShape:
         return tokenizer.token_text(token_id)
 
     def _response(self, status: str) -> dict[str, Any]:
-        """Return the response object; `output` and `usage` are filled in only when it is completed or incomplete."""
+        """Return the response object. Only a completed or incomplete response has `output` and `usage`."""
         about, over = self._about, status in (COMPLETED, INCOMPLETE)
         return {
             "id": about.call_id,
@@ -224,7 +224,7 @@ class ResponseShape:
 
 
 def repeated(asked: ResponseRequest) -> dict[str, Any]:
-    """Return the fields that a response repeats from its request, with defaults for those left out."""
+    """Return the fields that a response repeats from its request. Missing fields have their defaults."""
     choice = asked.tool_choice
     form = asked.text.format
     effort = asked.reasoning.effort if asked.reasoning else None

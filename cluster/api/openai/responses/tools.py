@@ -1,7 +1,7 @@
 """The tools of /v1/responses: how each type becomes tools of a chat request, and which tool a call belongs to.
 
-Functions and custom tools stay what they are. Each tool in a namespace gets the name `NAMESPACE.TOOL`. A tool search
-that the client runs becomes a function. All other types are left out with a warning, as in `cluster.api.core.tools`.
+Functions and custom tools are unchanged. A tool in a namespace gets the name `NAMESPACE.TOOL`. A tool search that the
+client runs becomes a function. All other types are left out with a warning, as in `cluster.api.core.tools`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -104,7 +104,7 @@ def read_tools(value: Any, path: str = "tools") -> list[ResponseTool]:
 
 
 def _read(value: Any, path: str, inside: bool = False) -> ResponseTool:
-    """Read one tool. `inside`: the tool is in a namespace, which may hold no namespace and no tool search."""
+    """Read one tool. `inside` says that the tool is in a namespace, which may hold no namespace and no tool search."""
     kind = value.get("type", "") if isinstance(value, dict) else ""
     if kind == "custom":
         return _checked(read_at(ResponseCustomTool, value, path), f"{path}.format")
@@ -136,14 +136,14 @@ class Own(NamedTuple):
 
 
 def joined(name: str, namespace: str | None) -> str:
-    """Return the name by which the model calls a tool, prefixed by its namespace if it has one."""
+    """Return the name by which the model calls a tool. If the tool is in a namespace, the namespace comes first."""
     return f"{namespace}.{name}" if namespace else name
 
 
 @dataclass(frozen=True, slots=True)
 class Offered:
     """The tools of a body as tools of a chat request. `origins` maps paths of the chat request to paths of the body;
-    `names` maps the names that the model uses to the client's own.
+    `names` maps the names that the model uses to the client's names.
     """
 
     chat: list[dict[str, Any]]
@@ -152,8 +152,8 @@ class Offered:
 
 
 def offered(tools: Iterable[tuple[str, ResponseTool]], found: Iterable[tuple[str, ResponseTool]] = ()) -> Offered:
-    """Return tools, each with its path in the body, as tools of a chat request. `found` tools come from input items,
-    such as the result of a search; one with a known name is the same tool again, and is skipped.
+    """Return tools, each with its path in the body, as tools of a chat request. `found` are tools from input items,
+    such as the result of a search. A found tool with a known name is the same tool again and is skipped.
     """
     made = Offered([], {}, {})
     for again, (path, tool) in [*((False, one) for one in tools), *((True, one) for one in found)]:
@@ -213,7 +213,7 @@ class NamedChoice(Strict):
 
 
 class AllowedTools(Strict):
-    """`tool_choice`: only these tools may be called; with mode `required` one of them must be."""
+    """`tool_choice`: only these tools may be called. With mode `required`, at least one of them must be called."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -267,7 +267,7 @@ def _allowed(value: Any, path: str) -> NamedChoice | LeftOutTool:
 
 
 def chat_choice(choice: ToolChoice, names: Mapping[str, Own]) -> Any:
-    """Return `tool_choice` in the form of a chat request; `names` are those of `Offered`."""
+    """Return `tool_choice` in the form of a chat request; `names` is `Offered.names`."""
     if isinstance(choice, NamedChoice):
         return _named(choice, names)
     if isinstance(choice, AllowedTools):
@@ -277,7 +277,7 @@ def chat_choice(choice: ToolChoice, names: Mapping[str, Own]) -> Any:
 
 
 def _allowed_of(tool: NamedChoice | LeftOutTool, names: Mapping[str, Own]) -> list[dict[str, Any]]:
-    """Return one allowed tool in the form of a chat request; for a namespace, all of its tools."""
+    """Return one allowed tool in the form of a chat request. A namespace becomes all of its tools."""
     if isinstance(tool, NamedChoice):
         return [_named(tool, names)]
     if tool.type != "namespace":

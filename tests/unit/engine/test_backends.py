@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+import cluster.engine.backends
 import cluster.kernels.build
 import cluster.kernels.library
-import cluster.kernels.select
 from cluster.config import ConfigError
+from cluster.engine.backends import select_kernels
 from cluster.kernels.build import BuildError, compile_level, compiler, digest, file_of
 from cluster.kernels.c_kernels import CKernels
 from cluster.kernels.library import level_of_cpu, library
-from cluster.kernels.select import choose_kernels
 from tests.unit.kernels.library import c_library
 
 CPU = torch.device("cpu")
@@ -23,9 +23,9 @@ CPU = torch.device("cpu")
 
 def test_c_serves_where_it_can() -> None:
     level = c_library().level
-    chosen = choose_kernels("auto", CPU, torch.float32)
+    chosen = select_kernels("auto", CPU, torch.float32)
     assert (chosen.name, chosen.about) == ("c", f"C, compiled for {level}")
-    assert choose_kernels("torch", CPU, torch.float32).about == "torch"
+    assert select_kernels("torch", CPU, torch.float32).about == "torch"
 
 
 def test_what_sums_bfloat16_in_a_way_of_its_own_has_digits_of_its_own() -> None:
@@ -41,10 +41,10 @@ def test_what_sums_bfloat16_in_a_way_of_its_own_has_digits_of_its_own() -> None:
     [(CPU, torch.float16, "and dtype is float16"), (torch.device("meta"), torch.float32, "and device is meta")],
 )
 def test_what_c_cannot_do_is_said(device: torch.device, dtype: torch.dtype, why: str) -> None:
-    chosen = choose_kernels("auto", device, dtype)
+    chosen = select_kernels("auto", device, dtype)
     assert chosen.name == "torch" and chosen.about.endswith(why)
     with pytest.raises(ConfigError, match=f"attention_backend c .*{why}; set"):
-        choose_kernels("c", device, dtype)
+        select_kernels("c", device, dtype)
 
 
 def test_without_a_compiler_torch_serves_and_says_so(
@@ -53,12 +53,12 @@ def test_without_a_compiler_torch_serves_and_says_so(
     monkeypatch.setattr(cluster.kernels.library, "COMPILED", tmp_path / "none")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CC", "no-such-compiler")
-    monkeypatch.setattr(cluster.kernels.select, "library", library.__wrapped__)
+    monkeypatch.setattr(cluster.engine.backends, "library", library.__wrapped__)
     assert compiler() is None
-    assert choose_kernels("auto", CPU, torch.float32).about == "torch; C is not compiled here"
+    assert select_kernels("auto", CPU, torch.float32).about == "torch; C is not compiled here"
     assert "there is no C compiler; install gcc or clang, or set CC" in caplog.text
     with pytest.raises(ConfigError, match="attention_backend c is not compiled here; install gcc or clang"):
-        choose_kernels("c", CPU, torch.float32)
+        select_kernels("c", CPU, torch.float32)
 
 
 def test_a_failing_compiler_is_told_with_its_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,0 +1,196 @@
+"""Which implementation serves each kind of kernel: one table, by backend, and the functions that read it.
+
+`select_kernels` decides the backend of a rank from the setting `attention_backend` and what this machine has.
+Everything else follows from the name of the selected kernels: the KV pool, attention, the sampler, how draft trees
+grow, how their paths are accepted, and token bitmasks. The torch column is the reference that every other column must
+equal.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from cluster.arch import LayerGeometry
+from cluster.attention.gather import Gather
+from cluster.config import ConfigError
+from cluster.kernels.flashinfer import library as flashinfer_library
+from cluster.kernels.interface import Kernels
+from cluster.kernels.library import KIND_OF, library
+from cluster.kv.pool import KVPool
+from cluster.models.runner import AttentionBackend
+from cluster.sampling.token_bitmask import Bars
+from cluster.sampling.torch_sampler import Sampler
+from cluster.spec.tree import Sprout
+from cluster.spec.verify import Accept
+
+IMPLEMENTATIONS: dict[str, dict[str, str]] = {
+    "kernels": {
+        "torch": "cluster.kernels.torch_kernels:TorchKernels",
+        "c": "cluster.kernels.c_kernels:CKernels",
+        "triton": "cluster.kernels.triton_kernels:TritonKernels",
+        "flashinfer": "cluster.kernels.flashinfer.kernels:FlashInferKernels",
+    },
+    "pool": {
+        "torch": "cluster.kv.pool:KVPool",
+        "c": "cluster.kv.pool:KVPool",
+        "triton": "cluster.kv.triton_pool:TritonPool",
+        "flashinfer": "cluster.kv.triton_pool:TritonPool",
+    },
+    "attention": {
+        "torch": "cluster.attention.torch_backend:TorchAttention",
+        "c": "cluster.attention.c_backend:CAttention",
+        "triton": "cluster.attention.triton_backend:TritonAttention",
+        "flashinfer": "cluster.attention.flashinfer.backend:FlashInferAttention",
+    },
+    "sampler": {
+        "torch": "cluster.sampling.torch_sampler:TorchSampler",
+        "c": "cluster.sampling.c_sampler:CSampler",
+        "triton": "cluster.sampling.triton_sampler:TritonSampler",
+        "flashinfer": "cluster.sampling.triton_sampler:TritonSampler",
+    },
+    "growth": {
+        "torch": "cluster.spec.tree:TorchGrowth",
+        "c": "cluster.spec.tree:TorchGrowth",
+        "triton": "cluster.spec.triton_tree:TritonGrowth",
+        "flashinfer": "cluster.spec.triton_tree:TritonGrowth",
+    },
+    "accept": {
+        "torch": "cluster.spec.verify:accept",
+        "c": "cluster.spec.c_verify:CAccept",
+        "triton": "cluster.spec.triton_tree:accept",
+        "flashinfer": "cluster.spec.triton_tree:accept",
+    },
+    "bitmask": {
+        "torch": "cluster.sampling.token_bitmask:barred",
+        "c": "cluster.sampling.token_bitmask:CTokenBitmask",
+        "triton": "cluster.sampling.token_bitmask:barred",
+        "flashinfer": "cluster.sampling.token_bitmask:barred",
+    },
+}
+"""`module:name` by kind and backend. A module is imported only when it is needed: Triton takes a second to load."""
+
+
+class TreeBackend(NamedTuple):
+    """How draft trees grow, and how the accepted path of a tree is found."""
+
+    sprout: Sprout
+    accept: Accept
+
+
+def implementation(kind: str, backend: str) -> Any:
+    """Return the class or function that serves `kind` for `backend`; see `IMPLEMENTATIONS`."""
+    module, _, name = IMPLEMENTATIONS[kind][backend].partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def select_kernels(setting: str, device: torch.device, dtype: torch.dtype) -> Kernels:
+    """Return the kernels for a value of the setting `attention_backend`.
+
+    `auto` selects C on a CPU and Triton on a GPU. Where they are not available, it selects torch, and `about` of the
+    torch kernels says why. FlashInfer serves only where the setting names it, because the speed of FlashInfer has not
+    been measured yet.
+
+    Raises:
+        ConfigError: the setting names a backend that is not available here.
+    """
+    if setting == "torch":
+        return _made("torch")
+    backend = setting if setting != "auto" else "triton" if device.type == "cuda" else "c"
+    if backend == "triton":
+        kernels = _triton(device)
+    else:
+        kernels = _flashinfer(device, dtype) if backend == "flashinfer" else _c(device, dtype)
+    if not isinstance(kernels, str):
+        return kernels
+    if setting == "auto":
+        return _made("torch", f"torch; {backend.title()} {kernels.split(';')[0]}")
+    raise ConfigError(f"attention_backend {setting} {kernels}")
+
+
+def bind_attention(
+    layers: Sequence[LayerGeometry], slots: int, dtype: torch.dtype, gather: Gather, kernels: Kernels, fp8: bool = False
+) -> tuple[KVPool, AttentionBackend]:
+    """Return a KV pool of `slots` slots for `layers` of one runner, and the attention of `kernels` bound to it.
+
+    All layers have the same cell. The pool stores cells in FP8 or in `dtype`, which is the dtype of queries.
+    """
+    g = layers[0]
+    pool = implementation("pool", kernels.name)(
+        len(layers), slots, g.cell, dtype, gather.device, g.coded_cell if fp8 else None
+    )
+    more: tuple[Any, ...] = ()
+    if kernels.flashinfer is not None:
+        more = kernels.flashinfer, [kernels.flashinfer.share(layer) for layer in layers]
+    elif kernels.library is not None:
+        more = (kernels.library,)
+    # Attention in torch gathers cells by indices; other attention reads the page table itself.
+    pages = gather if kernels.name == "torch" else gather.table
+    windows = tuple(layer.sliding_window for layer in layers)
+    attention = implementation("attention", kernels.name)
+    return pool, attention(pool, pages, g.heads, windows, g.scale, g.value_dim, *more)
+
+
+def sampler_of(kernels: Kernels) -> Sampler:
+    """Return the sampler of the same backend as `kernels`."""
+    sampler: Sampler = _served("sampler", kernels)
+    return sampler
+
+
+def tree_backend_of(kernels: Kernels) -> TreeBackend:
+    """Return growth and acceptance of trees of the same backend as `kernels`."""
+    found = implementation("accept", kernels.name)
+    accept = found(kernels.library) if kernels.library is not None else found
+    return TreeBackend(implementation("growth", kernels.name), accept)
+
+
+def bitmask_of(kernels: Kernels) -> Bars:
+    """Return the function that applies token bitmasks to logits, of the same backend as `kernels`."""
+    found = implementation("bitmask", kernels.name)
+    bitmask: Bars = found(kernels.library) if kernels.library is not None else found
+    return bitmask
+
+
+def _served(kind: str, kernels: Kernels) -> Any:
+    """Return an instance of the class that serves `kind`; classes of C take the compiled library."""
+    return implementation(kind, kernels.name)(*(() if kernels.library is None else (kernels.library,)))
+
+
+def _made(backend: str, *given: Any) -> Kernels:
+    kernels: Kernels = implementation("kernels", backend)(*given)
+    return kernels
+
+
+def _c(device: torch.device, dtype: torch.dtype) -> Kernels | str:
+    """Return the kernels in C, or why they are not available."""
+    if device.type != "cpu":
+        return f"runs on a CPU and device is {device.type}; set attention_backend to auto"
+    if dtype not in KIND_OF:
+        known = ", ".join(str(each).removeprefix("torch.") for each in KIND_OF)
+        return f"computes in {known}, and dtype is {str(dtype).removeprefix('torch.')}; set one of them, or auto"
+    if (found := library()) is None:
+        return "is not compiled here; install gcc or clang, or set attention_backend to auto"
+    return _made("c", found, dtype)
+
+
+def _triton(device: torch.device) -> Kernels | str:
+    """Return the kernels in Triton, or why they are not available."""
+    if importlib.util.find_spec("triton") is None:
+        return "is not installed; pip install triton, or set attention_backend to auto"
+    interpreted = importlib.import_module(IMPLEMENTATIONS["kernels"]["triton"].partition(":")[0]).INTERPRETED
+    if device.type != "cuda" and not interpreted:
+        return (
+            f"runs on a GPU and device is {device.type}; set attention_backend to auto, or TRITON_INTERPRET=1 in the "
+            "environment, which is slow"
+        )
+    return _made("triton")
+
+
+def _flashinfer(device: torch.device, dtype: torch.dtype) -> Kernels | str:
+    """Return FlashInfer's attention with Triton's kernels, or why they are not available."""
+    found = flashinfer_library.find(device, dtype)
+    if isinstance(found, str) or isinstance(triton := _triton(device), str):
+        return found if isinstance(found, str) else triton
+    return _made("flashinfer", found)
