@@ -1,10 +1,10 @@
 """Admission to the queue of a gang: which requests may enter, and after what time a refused client should retry.
 
-A request is refused if its expected wait for the first token is too long. To find the wait, `forecast.RankForecast`
-simulates the queue of the rank that the request would go to, with the step times that the ranks measured at start.
-Heartbeats of the ranks report how many prompt tokens they have not computed, and how far their present steps are off
-the measured times. How long running requests go on follows from two learnt figures: how many tokens requests have
-(`output_lengths.OutputLengths`) and how many per second they get (`token_rate.TokenRate`).
+A request is refused if the queue is full or its expected wait for the first token is too long. To predict the wait,
+`forecast.RankForecast` simulates the queue of the rank that the request would go to, with the step times that the ranks
+measured at start. Heartbeats report how many prompt tokens a rank has not computed yet, and how far its present step
+times are off the measured ones. How long running requests go on is predicted from two learnt figures: tokens per
+request (`output_lengths.OutputLengths`) and tokens per second (`token_rate.TokenRate`).
 
 No Ray and no event loop here: plain bookkeeping over an injected clock.
 """
@@ -24,19 +24,21 @@ from cluster.config.tree_shape import tree_shape
 from cluster.observability.step_times import StepTimes
 from cluster.request import Request
 
-SOON_S = 1.0  # expected waits up to this, in all or for earlier requests, are not refused as too long
-HEADROOM = 0.7  # share of max_queue_wait_s: estimates err, and 99 of 100 admitted requests are to stay within it
+SOON_S = 1.0  # an expected wait up to this, or of which earlier requests cause only this, is not refused as too long
+HEADROOM = 0.7  # share of max_queue_wait_s that an expected wait may take, so that 99 of 100 real waits stay within it
 FRESH_S = 0.1  # seconds for which a forecast is reused: making one costs a millisecond per rank
 TELLING_ROWS = 64  # the time of a shorter prompt is mostly that of one step, and says little about the time per row
 MEMORY = 0.2  # weight of the latest prompt in the time per row
 RANKS = 8  # with more ranks than this a forecast is reused for longer, so that its cost per second does not grow
 GOLDEN = 0.6180339887498949  # the fractional parts of its multiples spread evenly over [0, 1)
-SHORTEST = 1.0  # tokens of the request that `full` asks about
+SHORTEST = 1.0  # tokens of the request for which `full` checks admission
 ALONE = RankChoice()  # the choice in a gang of one rank without cached prefixes
 
 
 class Admission:
-    """Admits or refuses the requests of one gang, and tracks them. Waiting: no token yet. Running: at least one."""
+    """Admits or refuses the requests of one gang, and tracks them. A request without a token yet is "waiting", and
+    "running" after its first token. An OpenRequest is called `one` here.
+    """
 
     def __init__(
         self,
@@ -44,7 +46,7 @@ class Admission:
         clock: Callable[[], float] = time.monotonic,
         report: Callable[[int], QueueReport | None] = lambda rank: None,
     ) -> None:
-        """`report` returns the latest report of a dp rank, None before the first."""
+        """`report` returns the latest report of a dp rank, or None if there was none yet."""
         self._config, self._shape = config, tree_shape(config)
         self._clock, self._report = clock, report
         self._ranks = [RankBooks() for _ in range(config.attn_dp_size)]
@@ -76,7 +78,7 @@ class Admission:
             raise why
 
     def full(self) -> Overloaded | None:
-        """Return why even the shortest request would be refused now, on any rank; None if it would be admitted."""
+        """Return why even the shortest request would be refused now on every rank; None if it would be admitted."""
         return self._why(min(self.wait(1, RankChoice(rank)) for rank in range(len(self._ranks))), SHORTEST)
 
     def wait(self, prompt: int, place: RankChoice = ALONE) -> ExpectedWait:
@@ -90,7 +92,7 @@ class Admission:
         return self._forecast.wait(place.rank, newcomer, now)
 
     def _why(self, wait: ExpectedWait, tokens: float) -> Overloaded | None:
-        """Return why a request of `tokens` tokens in all with this expected wait is refused; None if it is not."""
+        """Return why a request with `tokens` tokens (prompt and new) and this expected wait is refused, or None."""
         config, waiting, seconds = self._config, self.waiting, wait.seconds
         if seconds <= SOON_S and self._pace is not None and self._serving:
             return None
@@ -137,7 +139,7 @@ class Admission:
         self._enqueue(name, one)
 
     def progressed(self, name: str, tokens: int) -> None:
-        """Note that a request got tokens; with the first ones its prompt is computed."""
+        """Note that a request got `tokens` tokens. Its first tokens show that its prompt is computed."""
         self._pass()
         one = self._open.get(name)
         if one is None:
@@ -157,7 +159,7 @@ class Admission:
         one.dealt += tokens
 
     def left(self, name: str, stopped: bool) -> None:
-        """Note that a request is over; `stopped` as in `OutputLengths.ended`."""
+        """Note that a request is over. `stopped`: the model ended it, not its token limit or a client that left."""
         self._pass()
         one = self._open.pop(name, None)
         if one is None:
@@ -174,8 +176,8 @@ class Admission:
         self._serving = False
 
     def started(self, kv_tokens: int, pace: StepTimes | None = None) -> None:
-        """Note that the gang serves, for the first time or again. `kv_tokens` is the KV capacity of one rank, `pace`
-        its measured step times, if any.
+        """Note that the gang serves, for the first time or again. `kv_tokens` is the KV capacity of one rank; `pace`
+        holds the measured step times, or None if steps are not measured.
         """
         self._kv_tokens, self._pace = kv_tokens, pace
         self._at = self._clock()

@@ -1,14 +1,14 @@
 """The choice of a data-parallel rank for each request. Plain bookkeeping: no clock, no Ray, deterministic.
 
 All ranks of a gang step together, so a step lasts as long as its slowest rank. `expected_load` chooses the rank where a
-request adds least to the slowest rank's work, summed over the steps to come. Work is counted in rows of the model:
+request adds least to the slowest rank's work, summed over future steps. Work is counted in rows of the model:
 - A prompt token that is not yet computed is one row.
-- A running request is `step_rows` rows in each step that it still needs; these are its expected tokens divided by its
-  accept length. Reading one KV token in one step costs `KV_READ` rows.
-- Pages of the prompt that a rank has cached cost nothing there; there is no other prefix affinity.
-The steps to come are split at `HORIZON`, so that many short requests and one long one are different loads. The slowest
-rank is taken as a 4-norm over the ranks, a soft maximum: the second slowest counts a little, as it may become the
-slowest.
+- A running request is `step_rows` rows in each step that it still needs. The number of these steps is its expected
+  tokens divided by its accept length. Reading one KV token in one step costs `KV_READ` rows.
+- Pages of the prompt that a rank has cached cost nothing on that rank; there is no other prefix affinity.
+Future steps are split into parts at `HORIZON`, so that many short requests and one long request are different loads.
+"The slowest rank" is a 4-norm over the ranks, a soft maximum: the second slowest rank counts a little, as it may become
+the slowest.
 
 The other policies are SGLang's: `round_robin`, `total_requests`, and `total_tokens` (ties go to fewer requests).
 """
@@ -28,7 +28,7 @@ from cluster.request import Request
 POLICIES = ("expected_load", "round_robin", "total_tokens", "total_requests")
 UNIT = 1024  # work is an integer number of 1/UNIT rows, so that additions and subtractions cancel exactly
 KV_READ = 1 / 1024  # reading one KV token in one step, in rows
-HORIZON = (8, 32, 128, 512)  # steps ahead at which the steps to come are split; the last part has no end
+HORIZON = (8, 32, 128, 512)  # steps from now at which future steps are split into parts; the last part has no end
 PARTS = len(HORIZON) + 1
 RENEWAL = 4  # steps of a request between two estimates of its remaining work
 PRIOR_STEPS = 4  # after this many steps a request's own accept length counts as much as the gang's mean
@@ -57,9 +57,9 @@ class RankLoad:
 class RankChoice:
     """The dp rank that a request would go to.
 
-    `cached` tokens at the start of the prompt are in the rank's cache, or will be once the prompts of its open requests
-    are computed; the first `shared` tokens are also read by open requests. `queued` counts the prompt tokens that are
-    not in its cache now. `chain` holds the hashes of the prompt's pages, see `chain_of`.
+    `cached` counts the tokens at the start of the prompt that are in the rank's cache, or will be when the prompts of
+    its open requests are computed. `shared` counts those at the start that open requests also have. `queued` counts the
+    prompt tokens that are not in the rank's cache now. `chain` holds the hashes of the prompt's pages (`chain_of`).
     """
 
     rank: int = 0
@@ -71,9 +71,10 @@ class RankChoice:
 
 @dataclass(slots=True)
 class _Open:
-    """One open request. `queued` counts prompt tokens still to compute; of new tokens, `new` were generated, `expected`
-    are likely and `most` are allowed. `work` was estimated after `steps` steps; `since` more were taken since then.
-    `arrived` is the prompt as it first came, `tokens` as it was submitted to this rank; `salt` is its cache salt.
+    """One open request. `queued` counts prompt tokens still to compute. `new` tokens were generated so far, `expected`
+    are likely in total, `most` are allowed. `work` was estimated after `steps` steps of the request; `since` counts its
+    steps after that. `arrived` is the prompt as it first came, `tokens` the prompt as submitted to this rank, `chain`
+    the hashes of its pages, `salt` its cache salt.
     """
 
     rank: int
@@ -102,8 +103,8 @@ class _Rank:
     work: list[int] = field(default_factory=lambda: [0] * PARTS)
 
     def found(self, chain: Sequence[int]) -> tuple[int, int]:
-        """Return how many pages at the start of `chain` are cached or belong to prompts of open requests, and how many
-        belong to prompts of open requests.
+        """Return two counts of pages at the start of `chain`: pages that are cached or belong to prompts of open
+        requests, and pages that belong to prompts of open requests.
         """
         if not self.index.capacity:
             return 0, 0
@@ -113,10 +114,11 @@ class _Rank:
 
 
 class Balancer:
-    """Chooses a dp rank for each request, and counts the load of each rank. The calls for one request are `choose`,
-    `started`, `progressed` (once per output) and `ended`; `restarted` follows a restart of the gang.
+    """Chooses a dp rank for each request, and counts the load of each rank.
 
-    Calls for requests that are not open change nothing, so late outputs and double ends are harmless.
+    The caller calls `choose`, `started`, `progressed` (once per output) and `ended` for each request, and `restarted`
+    after a restart of the gang. Calls for requests that are not open change nothing, so late or repeated calls are
+    harmless.
     """
 
     def __init__(
@@ -155,8 +157,8 @@ class Balancer:
         return cls(config.routing_policy, *size, step_rows=rows, chunk_rows=chunk, index_pages=pages)
 
     def place(self, request: Request, expected_new: float) -> RankChoice:
-        """Return where `request` would go now; change nothing. It is expected to get `expected_new` tokens. An open
-        request with the same id is not counted as load.
+        """Return where `request` would go now, and change nothing. `expected_new` is the expected number of new tokens.
+        An open request with the same id is not counted as load.
 
         Raises:
             ValueError: `routed_dp_rank` is out of range.
@@ -175,10 +177,10 @@ class Balancer:
         return RankChoice(at, self.page_size * found, self.page_size * shared, queued[at], chain)
 
     def choose(self, request: Request, expected_new: float, place: RankChoice | None = None) -> int:
-        """Return the dp rank for `request`, and count the request as queued there. It is expected to get `expected_new`
-        tokens. `place` is the result of the method `place` for it, if the caller has one.
+        """Return the dp rank for `request`, and count the request as queued on that rank. `expected_new` is the
+        expected number of new tokens. The argument `place` may hold the result of the method `place` for this request.
 
-        A request id that is already open is moved from its old rank.
+        If a request with the same id is open, it is moved from its old rank.
 
         Raises:
             ValueError: `routed_dp_rank` is out of range; nothing is changed then.
@@ -196,8 +198,8 @@ class Balancer:
         return opened.rank
 
     def started(self, request_id: str, cached_tokens: int | None = None) -> None:
-        """Note that the prompt of a request is computed: its first output came. `cached_tokens` of it were found in the
-        rank's cache; the index drops the prompt's pages beyond them.
+        """Note that the prompt of a request is computed: its first output came. `cached_tokens` tokens of the prompt
+        were found in the rank's cache; the prefix index drops the prompt's later pages.
         """
         opened = self._open.get(request_id)
         if opened is None or not opened.queued:
@@ -209,7 +211,7 @@ class Balancer:
             rank.index.drop(opened.chain[cached_tokens // self.page_size :])
 
     def progressed(self, request_id: str, tokens: int, steps: int) -> None:
-        """Note that a request got `tokens` from `steps` verified trees (0 for the token that ends its prompt)."""
+        """Note that a request got `tokens` tokens from `steps` verified trees. `steps` is 0 for its first token."""
         opened = self._open.get(request_id)
         if opened is None:
             return
@@ -229,8 +231,8 @@ class Balancer:
             held[part] += work - old[part]
 
     def ended(self, request_id: str, token_ids: Sequence[int] = ()) -> None:
-        """Note that a request is over, for any reason. Its rank keeps the KV, so the prompt goes into the prefix index,
-        followed by `token_ids`, all tokens that the request got on any rank, if the caller has them.
+        """Note that a request is over, for any reason. Its rank keeps the KV, so the prompt is added to the prefix
+        index, followed by `token_ids`. These are all tokens that the request got on any rank; empty if unknown.
         """
         opened = self._open.pop(request_id, None)
         if opened is None:
@@ -242,8 +244,8 @@ class Balancer:
             self._ranks[opened.rank].index.add(chain)
 
     def restarted(self, kv_pages: int) -> None:
-        """Note that the gang starts with empty caches of `kv_pages` per rank. Open requests count as queued with their
-        whole prompt until `choose` moves them.
+        """Note that the gang starts with empty caches of `kv_pages` pages per rank. Until `choose` moves an open
+        request, its whole prompt counts as queued.
         """
         for rank in self._ranks:
             rank.index.restarted(kv_pages)
@@ -270,7 +272,7 @@ class Balancer:
             rank.work[part] += sign * work
 
     def _pinned(self, request: Request) -> int | None:
-        """Return the rank that a request asks for, None if it asks for none; raise ValueError if it does not exist."""
+        """Return the rank that a request names, or None if it names none. Raise ValueError for an unknown rank."""
         pinned = request.routed_dp_rank
         if pinned is not None and not 0 <= pinned < self.dp_size:
             raise ValueError(f"routed_dp_rank: must lie in [0, {self.dp_size - 1}], got {pinned}")
@@ -323,7 +325,7 @@ class Balancer:
         return min(ranks, key=slowest)
 
     def _future(self, rank: _Rank, queued: int, work: Work) -> list[int]:
-        """Return a rank's work in each part of the horizon, with `queued` more prompt rows and `work` more decoding."""
+        """Return a rank's work in each part of the horizon, after adding `queued` prompt rows and decoding `work`."""
         rows, start, future = rank.queued + queued, 0, []
         for part, end in enumerate((*HORIZON, UNBOUNDED)):
             room = min(rows, self._chunk_rows * (end - start))  # at most one chunk per step

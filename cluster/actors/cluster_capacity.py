@@ -16,12 +16,12 @@ GRAIN = 1e-4  # Ray counts resources in units of this size
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The bundles of a gang, one per rank; the number of gangs; and how long a gang waits for free resources. Each
-    `group` consecutive ranks should be on one node.
+    """The bundles of a gang, one per rank; the number of gangs; and how long a gang waits for free resources. The ranks
+    of each attention group (`group` consecutive ranks) should be on one node.
 
-    A gang waits `join_s` if the nodes of the cluster can never hold it: a cluster that has just started may still lack
-    nodes. It waits `busy_s` if others hold the resources, and `leaves_s` more if one of these is a gang of the same
-    deployment, which a redeploy in place replaces. `wait_s`, if set, replaces all of these.
+    A gang waits `join_s` if the present nodes can never hold it: a cluster that has just started may still lack nodes.
+    It waits `busy_s` if other placement groups hold the resources, and `leaves_s` longer if one of them belongs to a
+    gang of the same deployment, which a redeploy in place replaces. If `wait_s` is set, it replaces all three.
     """
 
     bundles: tuple[Resources, ...]
@@ -62,7 +62,7 @@ def times(bundle: Resources, node: Resources) -> int:
 def gangs_that_fit(layout: Layout, nodes: Sequence[Resources]) -> int:
     """Return how many gangs of this layout fit on otherwise empty nodes.
 
-    Exact if all bundles are equal or the strategy is STRICT_PACK; else it may be too many, never too few.
+    The number is exact if all bundles are equal or the strategy is STRICT_PACK; otherwise it may be too large.
     """
     first, strategy = layout.bundles[0], layout.strategy
     if strategy == "STRICT_PACK":
@@ -82,8 +82,8 @@ def gangs_that_fit(layout: Layout, nodes: Sequence[Resources]) -> int:
 
 
 def never(layout: Layout, nodes: Sequence[Resources]) -> str:
-    """Return why these nodes could not hold all gangs of the layout even if they were empty, and what to change; an
-    empty string if they could.
+    """Return why these nodes, even if empty, cannot hold all gangs of the layout, and what to change. Return an empty
+    string if they can.
     """
     for name in sorted({name for bundle in layout.bundles for name, amount in bundle.items() if amount > 0}):
         if not any(node.get(name, 0.0) > 0 for node in nodes):

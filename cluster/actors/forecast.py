@@ -1,8 +1,9 @@
-"""Forecast of when a rank will have computed a prompt: simulates its queue by the rules of `engine/scheduler.py`.
+"""Predicts when a rank will have computed a prompt, by simulating the rank's queue by the rules of
+`engine/scheduler.py`.
 
 A rank serves its requests in order of arrival. To begin, a request needs a slot of the rank and KV for its prompt.
-Running requests return both when they end, and take more KV as they grow. The rows of the prompt are computed after
-those of earlier prompts, at the speed of `PrefillSpeed`.
+Running requests take more KV as they grow, and return slot and KV when they end. The rows of a prompt are computed
+after the rows of all earlier prompts, at the speed of `PrefillSpeed`.
 """
 
 import heapq
@@ -16,7 +17,7 @@ from cluster.actors.prefill_speed import PrefillSpeed, PromptSeconds
 
 
 class RunningRequest(NamedTuple):
-    """A running request, which ends at the time `ends`. Until then its KV grows by `grows` tokens/s, to `tokens`."""
+    """A running request that ends at the time `ends`. Until then its KV grows by `grows` tokens/s, up to `tokens`."""
 
     ends: float
     tokens: float
@@ -24,8 +25,8 @@ class RunningRequest(NamedTuple):
 
 
 class QueuedPrompt(NamedTuple):
-    """A request without a token yet: `rows` prompt rows are left to compute, after `start` tokens. It takes `tokens`
-    tokens of KV when it begins, and gets `more` tokens after its first one.
+    """A request without a token yet. `rows` prompt rows are left to compute, after `start` computed tokens. The request
+    takes `tokens` tokens of KV when it begins, and gets `more` tokens after its first token.
     """
 
     start: int
@@ -64,11 +65,11 @@ class DecodeIntervals:
         return next_one < len(self._ends) and self._begins[next_one] <= time
 
     def until(self, time: float) -> float:
-        """Return until when requests decode without a pause from `time` on; `time` itself if none decodes then."""
+        """Return the end of the decode interval that contains `time`, or `time` itself if no request decodes then."""
         return self._ends[bisect_right(self._ends, time)] if self.at(time) else time
 
     def finished(self, time: float, takes: PromptSeconds) -> float:
-        """Return when a prompt is computed whose first row begins at `time`."""
+        """Return when a prompt is completely computed if its first row begins at `time`."""
         left = 1.0  # the share of the prompt that is not computed yet
         # Walk the gaps, at the speed `alone`, and the intervals of decoding, at the speed `beside`.
         for at in range(bisect_right(self._ends, time), len(self._ends)):
@@ -90,10 +91,11 @@ class DecodeIntervals:
 class RankForecast:
     """The simulation of one rank. Times are in seconds from now (0.0).
 
-    `slots` and `kv` (in tokens) are free at the simulated time, `free` slots at 0.0; `spare` tokens of KV must stay
-    free per running request. `ends` is a heap of the running requests; `per_s(n)` is the tokens/s of each of n of them.
-    The waiting requests have `rows` prompt rows in all; `waiting` of them were added so far, beginning with `first`.
-    All added prompts are computed at `clock`. It starts below 0.0 if the rank began the first prompt before now.
+    `slots` and `kv` (tokens) are free at the simulated time; `free` slots are free at 0.0. `spare` tokens of KV must
+    stay free per running request. `ends` is a heap of the running requests. `per_s(n)` is the tokens/s of each request
+    if n requests run. `rows` is the sum of the prompt rows of all waiting requests. `waiting` requests were added to
+    the simulation so far; `first` is the first of them. `clock` is the time at which all added prompts are computed; it
+    starts below 0.0 if the rank began its first prompt before now.
     """
 
     speed: PrefillSpeed
@@ -116,7 +118,7 @@ class RankForecast:
         heapq.heapify(self.ends)
 
     def add(self, prompt: QueuedPrompt, decoding: DecodeIntervals) -> None:
-        """Queue a request behind the others, and add to `decoding` the interval in which it will decode."""
+        """Queue a request behind the others, and add the interval in which the request will decode to `decoding`."""
         self.first = self.first or prompt
         self.waiting += 1
         self._begin(prompt)
@@ -142,7 +144,8 @@ class RankForecast:
         return ExpectedWait(max(newcomer._computed(prompt, decoding), step) + step / 2, delay)
 
     def _passes_s(self, prompt: QueuedPrompt, decoding: DecodeIntervals) -> float | None:
-        """Return when a request that comes now gets its first token, if its prompt overtakes the first one; else None.
+        """Return when a request that comes now gets its first token if its prompt overtakes the first prompt, or None
+        if it cannot overtake.
 
         While requests decode, a step has a time budget for prompt rows. What the first prompt leaves of the budget is
         too little for one more of its rows. It may be enough for rows of a later prompt, which are cheaper because
@@ -159,7 +162,7 @@ class RankForecast:
         return seconds + step / 2 if 2 * decoding.until(0.0) > seconds else None
 
     def _computed(self, prompt: QueuedPrompt, decoding: DecodeIntervals) -> float:
-        """Return when a prompt is computed that begins at `clock`."""
+        """Return when `prompt`, which begins at `clock`, is completely computed."""
         return decoding.finished(self.clock, self.speed.seconds(prompt.start, prompt.rows, self.rows))
 
     def _begin(self, prompt: QueuedPrompt) -> None:
@@ -186,7 +189,7 @@ class RankForecast:
 
 
 class GangForecast:
-    """The simulation of all ranks of a gang, which step together; made at the time `made` of the caller's clock."""
+    """The simulation of all ranks of a gang. `made` is the time of the caller's clock that the simulation calls 0.0."""
 
     def __init__(self, ranks: Sequence[RankForecast], queues: Sequence[Sequence[QueuedPrompt]], made: float) -> None:
         """`queues` holds the waiting requests of each rank, in order."""

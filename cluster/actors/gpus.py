@@ -15,10 +15,10 @@ def own_gpus() -> tuple[str, ...]:
 
 
 def see_only(gpus: tuple[str, ...], environment: MutableMapping[str, str] = os.environ) -> None:
-    """Hide all other GPUs from CUDA; call this before CUDA starts in this process. Without GPUs change nothing.
+    """Hide all GPUs but `gpus` from CUDA; if `gpus` is empty, change nothing. Call this before CUDA starts.
 
-    Ray does so by itself, unless RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set. Then a rank would compute on the
-    GPU of another gang's rank on the same node.
+    Ray hides other GPUs itself unless RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set. With that variable, and
+    without this call, a rank would compute on the GPU of another gang's rank on the same node.
     """
     if gpus:
         environment[VISIBLE] = ",".join(gpus)

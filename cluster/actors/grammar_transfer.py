@@ -1,7 +1,7 @@
 """Transfer of compiled grammars to ranks. A grammar may have megabytes, so it is sent once, separate from its requests.
 
-A replica sends a grammar with a short name to the ranks of a group, which read it. Then it submits the request with the
-name in place of the grammar. No Ray here.
+A replica sends a grammar with a short name to the ranks of a group, which read the grammar. Then the replica submits
+the request with the name in place of the grammar. No Ray here.
 """
 
 import hashlib
@@ -46,8 +46,8 @@ class GrammarCache:
                 held -= len(self._kept.popitem(last=False)[1][0])
 
     def whole(self, commands: Commands) -> Commands:
-        """Return the commands with grammars in place of their names. An unknown name stays: its request ends with an
-        error, like any text that is not a compiled grammar.
+        """Return the commands with grammars in place of their names. An unknown name is kept; the request then ends
+        with an error, as the name is not a compiled grammar.
         """
         return replace(commands, submits=tuple(map(self._whole, commands.submits)))
 

@@ -1,8 +1,7 @@
-"""A private Ray cluster on this machine that lives as long as this process. It listens on loopback only, requires a
-token, and removes its folder.
+"""A private Ray cluster on this machine that lives as long as this process. The cluster listens on loopback only,
+requires a token, and removes its folder at the end.
 
-`aerie serve` and the tests use it. It shares nothing with a Ray that `ray start` may have started on the machine: it
-has its own ports, folder and lifetime.
+`aerie serve` and the tests use it. It shares no ports, folder or lifetime with a Ray that `ray start` has started.
 """
 
 import functools
@@ -36,7 +35,7 @@ KILL_TIMEOUT_S = 2.0
 
 @dataclass(slots=True)
 class LocalRay:
-    """A local cluster of the given size; `start` and `stop` may each be called once."""
+    """A local Ray cluster of the given size. `start` and `stop` may each be called once."""
 
     num_cpus: int | None = None
     num_gpus: int | None = None
@@ -112,7 +111,7 @@ def _lean_head(with_logs: bool) -> Iterator[None]:
 
     They are the autoscaler's monitor, the dashboard's server (it starts even with include_dashboard=False, and
     `ray.init` waits for it) and, without `with_logs`, the log monitor. `ray.init` has no argument for them, so this
-    patches Ray's internals. A version of Ray with other internal names starts all helpers, which only costs time and
+    patches Ray's internals. If a version of Ray has other internal names, all helpers start, which only costs time and
     memory.
     """
     parameter: Any = ray._private.parameter
@@ -137,9 +136,9 @@ def _lean_head(with_logs: bool) -> Iterator[None]:
 def _own_group() -> Iterator[None]:
     """Make `ray.init` start Ray's processes in one process group of their own, with SIGTERM unblocked.
 
-    A signal to this process's group, such as Ctrl-C in a terminal or `timeout`, then reaches only this process, which
-    ends Ray in order. Ray's reaper, which ends its own group once this process is gone, is in the new group. A version
-    of Ray with other internal names starts its processes in this process's group, with this thread's signal mask.
+    A signal to this process's group (Ctrl-C in a terminal, or `timeout`) then reaches only this process, which ends Ray
+    in order. Ray's reaper is in the new group, and ends that group when this process is gone. If a version of Ray has
+    other internal names, its processes start in this process's group, with this thread's signal mask.
     """
     services: Any = ray._private.services
     popen = getattr(services, "ConsolePopen", None)
@@ -227,7 +226,7 @@ def _unused_port() -> int:
 
 def ensure_token(folder: Path) -> None:
     """Create the token file that Ray looks for, readable by its owner only, unless a token is set already. If the home
-    folder cannot be written, the file is in `folder`, and RAY_AUTH_TOKEN_PATH tells Ray's processes.
+    folder is not writable, the file is created in `folder` and RAY_AUTH_TOKEN_PATH is set to its path.
     """
     if "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ:
         return

@@ -13,10 +13,11 @@ LossKind = Literal["died", "frozen", "failed", "out_of_step"]
 
 @dataclass(frozen=True, slots=True)
 class StepItem:
-    """One item of a shard's stream: one per step with outputs, and one before each step that admits requests.
+    """One item of a shard's stream. A shard sends an item after each step with outputs or refusals, and an item with
+    `begun` before each step that admits requests.
 
-    `refused` holds (request id, message) of requests that the engine refused, in the step that they would have joined;
-    `begun` holds the ids of the requests that the step about to run admits.
+    `refused` holds (request id, message) of each request that the engine refused. `begun` holds the ids of the requests
+    that the step about to run admits.
     """
 
     rank: int
@@ -30,9 +31,9 @@ class StepItem:
 class Commands:
     """What a replica sends to one shard in one actor call: requests to submit and ids of requests to abort.
 
-    `doubted` are ids of submits that were lost with an earlier incarnation before they went on from their prompt: each
-    may be what killed it. The step that admits a doubted request first reports that it begins, and waits until the
-    replica confirms the report; `heard` are the confirmed ids.
+    `doubted` are ids of submitted requests that may have killed an earlier incarnation: the incarnation was lost before
+    they got tokens beyond the first one. A step that admits a doubted request reports this (`StepItem.begun`), and
+    waits until the replica confirms the report. `heard` are the ids that the replica confirms.
     """
 
     submits: tuple[Request, ...] = ()
@@ -46,7 +47,7 @@ class Failure:
     """Why the loop of rank `by` ended without being stopped.
 
     `kind` "lost": a peer is gone; "out_of_step": the ranks disagree; "failed": a step of this rank raised. `rank` is
-    the rank at fault, None if `by` does not know it; `step` and `phase` are where it was noticed.
+    the rank at fault, or None if rank `by` does not know it. `step` and `phase` say where the failure was noticed.
     """
 
     by: int
@@ -61,10 +62,11 @@ class Failure:
 class Heartbeat:
     """The progress of one rank, by its own clock.
 
-    `steps` counts its steps; `step` and `phase` are where the rank is now; `busy`: it has work. `age_s` is the time
-    since its last progress, CPU time included. `unmarked_s` is the time since it last reached another step, phase,
-    collective or part of a layer, CPU time not included. `waits`: it is in a collective, where it may wait for peers,
-    or waits for its device. `status` is the engine's status after its last step.
+    `steps` counts the steps of this rank's loop; `step` and `phase` say where the rank is now. `busy`: the rank has
+    work. `age_s` is the time since its last progress, where using CPU time counts as progress. `unmarked_s` is the time
+    since the rank last reached another step, phase, collective or part of a layer. `waits`: the rank is in a
+    collective, where it may wait for peers, or waits for its device. `status` is the engine's status after the last
+    step.
     """
 
     rank: int
@@ -96,9 +98,10 @@ class Blame:
 class Loss(Blame):
     """The end of one incarnation of a gang, and the rank at fault.
 
-    `epoch` is the number of the incarnation, `at` the Unix time when its end was noticed. `noticed_s` are the seconds
-    from the last sign of the rank (its heartbeat, or any rank's step item) until `at`; `restored_s` those from `at`
-    until the gang served again, after `attempts` starts (None while it does not serve).
+    `epoch` is the number of the incarnation, `at` the Unix time when the end was noticed. `noticed_s` is the number of
+    seconds from the last sign of life of the rank at fault (its heartbeat, or any rank's step item) until `at`.
+    `restored_s` is the number of seconds from `at` until the gang served again; it is None while the gang does not
+    serve. `attempts` is the number of starts that this took.
     """
 
     epoch: int
@@ -110,10 +113,10 @@ class Loss(Blame):
 
 @dataclass(frozen=True, slots=True)
 class GangHistory:
-    """The incarnations of a gang: how long the first start took, how long a restart may take, and why they ended.
+    """The history of a gang. `start_seconds` is the time of the first start, `restart_timeout_s` a restart's limit.
 
     `epoch` counts the earlier incarnations, `restarts` are the latest losses. `decided` holds facts that were decided
-    before the start, by name; `gang` is the gang's name, which is different for each replica.
+    before the start, by name. `gang` is the gang's name, which is different for each replica.
     """
 
     decided: Mapping[str, str] = field(default_factory=dict)
@@ -128,9 +131,10 @@ class GangHistory:
 class GangStatus:
     """The health and load of a gang, as its replica sees it.
 
-    `healthy` is False as soon as a rank is dead, failed, or makes no progress for `watchdog_timeout_s`, and until the
-    gang serves again; `reason` then names rank, step and phase. `ranks` says what each rank runs with, empty before the
-    first start. `beats` are the last heartbeats of ranks that have sent one; empty while the gang does not serve.
+    `healthy` becomes False as soon as a rank is dead, failed, or makes no progress for `watchdog_timeout_s`, and True
+    again when the gang serves; while it is False, `reason` names rank, step and phase. `ranks` has the settings and
+    hardware of each rank; it is empty before the first start. `beats` has the last heartbeat of each rank that sent
+    one; it is empty while the gang does not serve.
     """
 
     healthy: bool
@@ -169,7 +173,7 @@ class Unavailable(Exception):  # noqa: N818 - it is a state of the gang, not a m
 
 
 class LoadError(RuntimeError):
-    """A shard could not load. `kind` is "failed" for an error of its own, else it says what was wrong with a peer."""
+    """A shard could not load. `kind` is "failed" if the shard itself failed, "lost" or "out_of_step" if a peer did."""
 
     def __init__(self, message: str, kind: FailureKind) -> None:
         super().__init__(message, kind)  # both, so that it can be unpickled
@@ -183,10 +187,10 @@ class EngineClient(Protocol):
     """The interface of a gang for the REST layer."""
 
     def generate(self, request: Request) -> AsyncIterator[SequenceOutput]:
-        """Stream one output per step that gave the request tokens; closing the iterator aborts the request.
+        """Stream one output for each step that produced tokens of the request. Closing the iterator aborts the request.
 
-        A last output with finish_reason "abort" means that the gang ended before the request did; "error" means that
-        the request itself cannot go on.
+        If the last output has finish_reason "abort", the gang ended before the request did. If it has "error", the
+        request itself cannot go on.
 
         Raises:
             Overloaded: before the first output, when the queue is full.
@@ -196,7 +200,7 @@ class EngineClient(Protocol):
         ...
 
     def full(self) -> Overloaded | None:
-        """Return why even a short request would be refused now; None if it would be admitted. Cheap to call."""
+        """Return why even a short request would be refused now, or None if it would be admitted. Cheap to call."""
         ...
 
     async def status(self) -> GangStatus:

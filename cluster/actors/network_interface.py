@@ -24,11 +24,11 @@ def interface_of(address: str) -> str | None:
 
 
 def choose_interface(address: str) -> str | None:
-    """Make gloo and NCCL in this process use the interface of `address`, and return its name. Variables that the user
-    has set are kept.
+    """Make gloo and NCCL in this process use the interface of `address`, and return its name (None if there is none).
+    Environment variables that the user has set are kept.
 
-    By default gloo uses the address that the host's name resolves to, and NCCL the first interface that is not
-    loopback. On a host with several networks the other hosts may not reach these.
+    By default gloo uses the address that the host's name resolves to, and NCCL uses the first interface that is not
+    loopback. On a host with several networks, other hosts may not reach those defaults.
     """
     name = interface_of(address)
     if name is not None:

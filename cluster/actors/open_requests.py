@@ -7,8 +7,9 @@ from cluster.actors.prefill_speed import Drift, RankWork
 
 
 class QueueReport(NamedTuple):
-    """The last report of a rank: its time (by the admission's clock), the prompt tokens of waiting and running requests
-    not computed yet, the number of requests submitted so far, and how far step times are off the measured ones.
+    """The last report of a rank. `at` is when it came, by the admission's clock. `queued_tokens` counts the prompt
+    tokens not computed yet, `submitted` the requests that the rank has got so far. `drift` says how far its step times
+    are off the measured ones.
     """
 
     at: float
@@ -20,8 +21,9 @@ class QueueReport(NamedTuple):
 @dataclass(slots=True)
 class OpenRequest:
     """One open request of `rank`. Of its `prompt` tokens, `left` are still to compute and `shared` are also read by
-    other requests. `tokens` are expected in all; of new tokens, `most` are allowed and it has `dealt`. `entered` is
-    when it came to its rank, `number` its place among the requests submitted to the rank, from 1 on; 0 before that.
+    other requests. `tokens` is the expected number of tokens, prompt included. `most` new tokens are allowed, `dealt`
+    were sent so far. `entered` is when the request came to its rank. `number` is 1 for the first request submitted to
+    the rank, 2 for the second, and so on; it is 0 until the request is submitted.
     """
 
     rank: int
@@ -36,22 +38,22 @@ class OpenRequest:
 
     @property
     def length(self) -> int:
-        """The number of its tokens so far, prompt included."""
+        """The number of the request's tokens so far, prompt included."""
         return self.prompt + self.dealt
 
     @property
     def kv(self) -> int:
-        """The number of its tokens whose KV is not shared with other requests."""
+        """The number of the request's tokens whose KV is not shared with other requests."""
         return self.length - self.shared
 
 
 @dataclass(slots=True)
 class RankBooks:
-    """The open requests of one rank: `queue` holds those whose prompt is not computed, in order, `running` the others.
-    `sent` requests were submitted to the rank since it started.
+    """The open requests of one rank. `queue` holds the requests whose prompt is not computed, in order; `running` holds
+    the others. `sent` counts the requests submitted to the rank since it started.
 
-    `since` is the time at which `left` of the first queued request was right. The latest report came at `reported`,
-    with this `drift`.
+    `left` of the first queued request was right at the time `since`. `reported` and `drift` are the time and the drift
+    of the latest report.
     """
 
     queue: dict[str, OpenRequest] = field(default_factory=dict)
@@ -68,13 +70,13 @@ class RankBooks:
         self.queue[name] = one
 
     def dequeue(self, name: str, now: float) -> OpenRequest | None:
-        """Take a request out of the queue and return it; None if it is not there."""
+        """Take a request out of the queue and return it, or return None if the queue does not hold it."""
         if next(iter(self.queue), None) == name:
             self.since = now
         return self.queue.pop(name, None)
 
     def read(self, report: QueueReport) -> None:
-        """Update the queue by a report of the rank."""
+        """Update `left` of the queued requests by a report of the rank, unless the report is old."""
         if report.at <= self.reported:
             return
         self.reported, self.drift = report.at, report.drift

@@ -1,4 +1,4 @@
-"""Finds the other gangs of the same deployment by actor name, so that one replica can report the metrics of all.
+"""Finds the other gangs of the same deployment by actor name, so that each replica can report the metrics of all gangs.
 
 A shard is a named actor `<deployment>/<gang>#<rank>.<incarnation>` in Aerie's namespace. Rank 0 also keeps the latest
 registry sample of its replica, because replicas cannot call each other.
@@ -23,9 +23,9 @@ def gang_name(deployment: str, gang: str) -> str:
 
 
 async def deployment_samples(gang: Gang) -> list[bytes]:
-    """Return the registry samples of all ranks of the deployment's gangs, and those that the other replicas left there.
-
-    This replica's own sample is left out, as the caller has a newer one; so are shards that do not answer in time.
+    """Return the registry samples of all ranks of the deployment's gangs, and the samples of the other replicas, which
+    their ranks 0 keep. This replica's own sample is left out, because the caller has a newer one. Shards that do not
+    answer in time are left out too.
     """
     others = await asyncio.to_thread(_other_shards, gang.spec.name)
     own = [_samples(shard, gang.spec.name, own=True) for shard in gang.shards]
@@ -66,7 +66,9 @@ def _other_shards(own: str) -> list[tuple[str, Any]]:
 
 
 async def _samples(shard: Any, gang: str, *, own: bool) -> list[bytes]:
-    """Return a shard's samples, labelled with its replica; without its replica's sample if the gang is our `own`."""
+    """Return a shard's samples, labelled with its replica. The replica's own sample is left out if `own`, that is if
+    the gang belongs to this replica.
+    """
 
     async def answer() -> list[bytes]:
         samples: list[bytes] = await shard.metrics.remote()

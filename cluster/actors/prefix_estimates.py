@@ -1,8 +1,8 @@
-"""The router's estimate of the prefixes that a rank has cached: pages, by a hash of all tokens up to their end.
+"""The router's estimate of the prompt prefixes that a rank has cached, as a set of page hashes.
 
-A page is keyed by its own tokens and the token after it, like a page of `cluster.kv.radix`. A rank does not report
-evictions. So the index has the rank's capacity, and is corrected by the cached tokens that requests report. A wrong
-estimate (or two prefixes with the same hash) costs a rank some prompt rows; it never changes a token.
+A page's hash covers all tokens up to the end of the page and the token after it, like a page of `cluster.kv.radix`. A
+rank does not report evictions. So the index evicts by itself beyond the rank's capacity, and is corrected by the cached
+tokens that requests report. A wrong estimate (or two prefixes with the same hash) only costs a rank some prompt rows.
 """
 
 from collections import OrderedDict
@@ -10,7 +10,9 @@ from collections.abc import Sequence
 
 
 def chain_of(tokens: Sequence[int], page_size: int, salt: int = 0) -> tuple[int, ...]:
-    """Return one hash per page of `tokens` that a token follows, over `salt` and all tokens up to that token."""
+    """Return one hash for each full page of `tokens` that is followed by another token. The hash covers `salt` and all
+    tokens up to and including the following token.
+    """
     ids, link = tuple(tokens), salt
     chain = []
     for start in range(0, len(ids) - page_size, page_size):

@@ -22,7 +22,9 @@ class OwnedFolder:
     """A new folder in the system's temporary folder; Ray uses the subfolder `inside`."""
 
     def __init__(self) -> None:
-        """Create and lock it. Raises RuntimeError if the temporary folder's path is too long for Ray's sockets."""
+        """Create and lock the folder. Raises RuntimeError if the path of the system's temporary folder is too long for
+        Ray's sockets.
+        """
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX))  # 0700
         self.inside = self.path / INSIDE
         if len(str(self.inside)) + SOCKET_TAIL > SOCKET_LIMIT:

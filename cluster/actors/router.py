@@ -2,8 +2,8 @@
 
 One actor call per leader carries all submits and aborts that gathered during the previous call. One stream per leader
 brings step items back; their outputs go to one queue per request. Admission is decided here, before a shard gets a
-request. While the gang restarts, streams and new requests wait here. Then all are submitted, and streams that already
-had tokens continue after these.
+request. While the gang restarts, streams and new requests wait here. When the gang serves again, all are submitted; a
+stream that already had tokens continues after its last token.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 LAST_WORDS_S = 0.5  # how long to read items that killed shards had already sent
 
 
-Work = Callable[[Incarnation, int], Coroutine[Any, Any, None]]
+Work = Callable[[Incarnation, int], Coroutine[Any, Any, None]]  # (incarnation, leader's rank): a task for one leader
 
 
 @dataclass(slots=True)
@@ -64,9 +64,9 @@ class Router:
     def __init__(self, gang: Gang, on_resumed: Callable[[], None] | None = None, replica_rank: int = 0) -> None:
         """`on_resumed` is called for every stream that is submitted again to a new incarnation of the gang.
 
-        Requests without a seed get one in the order in which they are admitted, from a generator seeded with
-        `random_seed` and `replica_rank`, the replica's rank in its deployment: after a restart the same requests in the
-        same order get the same seeds, and no two requests share one.
+        A request without a seed gets the next seed of a generator, in the order of admission. The generator is seeded
+        with `random_seed` and `replica_rank`, the replica's rank in its deployment. So after a restart the same
+        requests in the same order get the same seeds, and no two requests share a seed.
         """
         config = gang.spec.config
         self._on_resumed = on_resumed
@@ -94,7 +94,7 @@ class Router:
         """Begin to read the leaders' streams and to watch the gang; call this on the replica's event loop.
 
         No actor call may be made from a request's own task: when the client leaves, Serve cancels all calls of that
-        task, and a call with commands also carries those of other requests.
+        task, and an actor call with commands also carries commands of other requests.
         """
         self.on_up()
         self._watch = asyncio.create_task(self._gang.watch(self), name="gang-watch")
@@ -104,7 +104,7 @@ class Router:
         self._end_all("the server is shutting down")
 
     async def close(self) -> None:
-        """End the open streams and stop reading; the gang itself is left to its owner."""
+        """End the open streams, stop reading, and stop watching the gang. The caller ends the gang itself."""
         self.end_streams()
         tasks = [*self._reading, *self._sending, *self._grammars, *([self._watch] if self._watch else [])]
         for task in tasks:
@@ -112,7 +112,7 @@ class Router:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def on_up(self) -> None:
-        """The gang serves, in its first or a later incarnation: submit the open streams that `Recovery` releases."""
+        """Note that the first or a later incarnation serves: submit the open streams that `Recovery` releases."""
         life = self._gang.life
         assert life is not None
         self._life = life
@@ -126,7 +126,7 @@ class Router:
             self._submit(stream)
 
     async def on_down(self, loss: Loss) -> None:
-        """The incarnation is over: distribute the items that its shards had already sent; then the streams wait."""
+        """Note that the incarnation is over. Distribute the items that its shards had sent; then the streams wait."""
         await asyncio.wait(self._reading, timeout=LAST_WORDS_S)
         self._life = None
         self._admission.stopped()
@@ -140,11 +140,11 @@ class Router:
         self._recovery.lost(open_streams, loss)
 
     def on_lost(self, reason: str) -> None:
-        """The gang will not come back: end every stream with the reason."""
+        """Note that the gang will not come back: end every stream with the reason."""
         self._end_all(reason)
 
     async def generate(self, request: Request) -> AsyncIterator[SequenceOutput]:
-        """Stream one output per step that gave the request tokens; see `EngineClient.generate`."""
+        """Stream one output per step that produced tokens of the request; see `EngineClient.generate`."""
         if self._down:
             raise Unavailable(self._down, max(1, math.ceil(self._gang.start_s)))
         stream = self._admit(request)
@@ -202,7 +202,7 @@ class Router:
         stream.place(self._gang.spec.leaders[place.rank])
 
     def _report(self, dp_rank: int) -> QueueReport | None:
-        """Return a rank's last report of its queue and its steps; None before the first."""
+        """Return a rank's last report of its queue and its step times, or None if there was none yet."""
         heard = None if self._life is None else self._life.heard(self._gang.spec.leaders[dp_rank])
         if heard is None:
             return None
@@ -243,7 +243,7 @@ class Router:
             self._send_on(stream, named(request, name))
 
     def _refuse(self, stream: OpenStream, reason: str) -> None:
-        """Refuse a stream that the engine will not serve; if its answer has begun, end it with an error instead."""
+        """Refuse a stream that the engine will not serve. If tokens were already sent, end it with an error instead."""
         if stream.dealt:
             stream.end(f"the engine would not resume it: {reason}")
         else:
@@ -274,7 +274,7 @@ class Router:
             self._settle(stream)
 
     def _settle(self, stream: OpenStream) -> None:
-        """A stream went on in this incarnation or is over: submit the streams that `Recovery` held back for that."""
+        """Note that a stream went on in this incarnation or is over. Submit the streams that `Recovery` releases."""
         if self._life is not None:
             for following in self._recovery.settled(stream.name):
                 self._submit(following)
@@ -294,7 +294,7 @@ class Router:
         return asyncio.create_task(watched(), name=f"{name}-{rank}")
 
     async def _send(self, life: Incarnation, rank: int) -> None:
-        """Send a leader what gathered for it, one call at a time."""
+        """Send a leader the commands that gathered for it, one call at a time."""
         line, shard = self._lines[rank], life.shards[rank]
         while True:
             await line.filled.wait()
@@ -308,7 +308,7 @@ class Router:
                 self._deal(life, item)
 
     def _deal(self, life: Incarnation, item: StepItem) -> None:
-        """Pass the parts of a step item to the streams that they belong to."""
+        """Pass each part of a step item to its stream."""
         for request_id in item.begun:
             if stream := self._streams.get(request_id):
                 stream.begin()

@@ -30,7 +30,8 @@ from cluster.status import RankInfo
 logger = logging.getLogger(__name__)
 
 FACTORY = "cluster.engine:build_rank"
-# Has `open_store` and `Rendezvous` for a factory's module that lacks them. A name, because importing it loads torch.
+# The module with `open_store` and `Rendezvous`, used if the factory's module has none. Given by name, because importing
+# it loads torch.
 MESH = "cluster.distributed.mesh"
 ACTOR_OPTIONS: dict[str, Any] = {
     "max_restarts": 0,
@@ -38,14 +39,15 @@ ACTOR_OPTIONS: dict[str, Any] = {
     "concurrency_groups": {"commands": 1, "outputs": 1, "control": 2, "heartbeat": 1, "end": 1, "grammars": 1},
 }
 LOAD_THREADS = "aerie-load"
-READING_NICENESS = 10  # of the thread that reads grammars: one may take tenths of a second, and steps come first
+READING_NICENESS = 10  # of the thread that reads grammars: a grammar may take tenths of a second, and steps come first
 
 
 class ShardActor:
     """One rank of a gang. The constructor is light; `load` does the work, so that all ranks load in parallel.
 
     The concurrency groups `commands`, `outputs`, `heartbeat`, `end` and `grammars` have one thread each. So commands
-    keep their order, long calls (`outputs`, `end`, `grammars`) block no others, and clients cannot delay a heartbeat.
+    keep their order, long calls (`outputs`, `end`, `read_grammar`) block no other calls, and clients cannot delay a
+    heartbeat.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class ShardActor:
 
     @ray.method(concurrency_group="control")
     def open_store(self) -> tuple[str, int]:
-        """On rank 0: open the store through which the ranks meet; return its host and port."""
+        """Open the store through which the ranks meet, on rank 0; return its host and port."""
         self._loading.begin()  # the store's module imports torch, which may take long
         host = node_address()
         self._store = self._beside_factory("open_store")(host)
@@ -91,9 +93,9 @@ class ShardActor:
 
     @ray.method(concurrency_group="control")
     def load(self, config: EngineConfig, meeting: tuple[str, int] | None = None) -> RankInfo:
-        """Load the models, meet the other ranks, and start stepping; return what this rank runs with.
+        """Load the models, meet the other ranks, and start stepping; return this rank's settings and hardware.
 
-        `meeting` is the host and port of rank 0's store; None for a single rank.
+        `meeting` is the host and port of rank 0's store, or None if the gang has one rank.
 
         Raises:
             ConfigError: the config or a checkpoint cannot be served; the message names the setting.
@@ -126,13 +128,13 @@ class ShardActor:
 
     @ray.method(concurrency_group="commands")
     def put(self, commands: Commands) -> None:
-        """Pass submits and aborts to the loop, in the order of the calls, with grammars in place of their names."""
+        """Pass commands to the loop, in the order of the calls. Names of grammars are replaced by the grammars."""
         self._running.put(self._grammars.whole(commands))
 
     @ray.method(concurrency_group="grammars")
     def read_grammar(self, name: str, grammar: str) -> str:
-        """Read a compiled grammar while steps go on. Then a request with the grammar's `name` may be submitted to the
-        leader of this rank's group. Return why the grammar cannot be used; empty if it can.
+        """Read a compiled grammar while steps go on. Return why the grammar cannot be used, or an empty string if it
+        can. Afterwards a request with the grammar's `name` may be submitted to the leader of this rank's group.
         """
         os.setpriority(os.PRIO_PROCESS, 0, READING_NICENESS)  # on Linux: of this thread only, which does nothing else
         self._grammars.keep(name, grammar)
@@ -165,7 +167,7 @@ class ShardActor:
 
     @ray.method(concurrency_group="end")
     def end(self) -> Failure | None:
-        """Wait for the end of the loop; return the failure that ended it, None if it was stopped."""
+        """Wait for the end of the loop. Return the failure that ended the loop, or None if the loop was stopped."""
         return self._running.wait()
 
     @ray.method(concurrency_group="heartbeat")
@@ -178,7 +180,7 @@ class ShardActor:
 
     @ray.method(concurrency_group="control")
     def metrics(self) -> list[bytes]:
-        """Return the rank's registry sample and, if `keep_serving_sample` left one here, that of its replica."""
+        """Return the rank's registry sample, followed by the replica's sample if `keep_serving_sample` was called."""
         own = self._running.engine.metrics.serialize()
         return [own] if self._serving is None else [own, self._serving]
 
@@ -199,6 +201,6 @@ class ShardActor:
         return self._loop
 
     def _beside_factory(self, name: str) -> Any:
-        """Return the object `name` of the factory's module or, if it has none, of `cluster.distributed.mesh`."""
+        """Return the object `name` of the factory's module. If the module lacks it, take `cluster.distributed.mesh`."""
         module = importlib.import_module(self._factory.partition(":")[0])
         return getattr(module, name) if hasattr(module, name) else getattr(importlib.import_module(MESH), name)

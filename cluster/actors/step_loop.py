@@ -1,7 +1,7 @@
-"""The step loop of one rank: one thread owns the engine; all other threads leave commands in its inbox.
+"""The step loop of one rank: one thread owns the engine; all other threads leave commands in the loop's inbox.
 
-No Ray and no tensors here. All ranks of a gang step together, also those without work. When no rank has work, all of
-them sleep; a submit to one of them wakes all.
+No Ray and no tensors here. All ranks of a gang step together, also ranks without work. When no rank has work, all ranks
+sleep; a submit to any rank wakes all.
 """
 
 import logging
@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 
 STEP_THREADS = "aerie-step"  # the name of the thread that steps, and of the threads that it starts
 TOLD_S = 1.0  # the most that a step waits until the replica confirms that a doubted request begins
-# Failure kinds of the engine's errors, by class name: their module imports torch, which replicas must not load.
+# Failure kinds of the engine's errors. The classes are given by name: their module imports torch, which replicas must
+# not load.
 KINDS: dict[str, FailureKind] = {"PeerLostError": "lost", "OutOfStepError": "out_of_step"}
 
 
@@ -51,12 +52,12 @@ class StepEngine(Protocol):
 
     @property
     def has_work(self) -> bool:
-        """Whether this rank itself has anything to do."""
+        """Whether this rank itself has work."""
         ...
 
     @property
     def quiet(self) -> bool:
-        """Whether no rank of the gang had work in the last step, and this rank has none now."""
+        """Whether no rank of the gang had work in the last step, and this rank still has no work."""
         ...
 
     @property
@@ -79,7 +80,7 @@ class StepEngine(Protocol):
         ...
 
     def submit(self, request: Request) -> None:
-        """Queue a request; raises ValueError if it can never be served."""
+        """Queue a request. Raises ValueError if the request can never be served."""
         ...
 
     def abort(self, request_id: str) -> None:
@@ -87,11 +88,13 @@ class StepEngine(Protocol):
         ...
 
     def step(self) -> StepOutputs:
-        """Run one step with the other ranks; raises, with rank, step and phase, if a peer is gone or out of step."""
+        """Run one step with the other ranks. If a peer is gone or out of step, raises with its rank, step and phase."""
         ...
 
     def sleep(self) -> None:
-        """Wait without using the CPU until a rank rings; only when `quiet`. A ring since the last step counts."""
+        """Wait without using the CPU until a rank calls `ring`; return at once if a rank has done so since the last
+        step. Call this only when `quiet`.
+        """
         ...
 
     def ring(self) -> None:
@@ -103,14 +106,14 @@ class StepEngine(Protocol):
         ...
 
     def prepare_grammars(self) -> None:
-        """Do now the work that the first request with a grammar would wait for. Raises `ConfigError` if grammars cannot
-        be matched over the model's tokens. Any thread.
+        """Do in advance the work that the first request with a grammar would wait for. Raises `ConfigError` if grammars
+        cannot be matched over the model's tokens. Any thread.
         """
         ...
 
     def read_grammar(self, grammar: str) -> None:
-        """Do now the slow work of admitting a request with this compiled grammar. Raises ValueError if the grammar
-        cannot be used with this model. Any thread.
+        """Do in advance the slow work of admitting a request with this compiled grammar. Raises ValueError if the
+        grammar cannot be used with this model. Any thread.
         """
         ...
 
@@ -123,7 +126,7 @@ class StepEngine(Protocol):
         ...
 
     def info(self) -> RankInfo:
-        """Return what the rank runs with."""
+        """Return the settings and hardware of the rank."""
         ...
 
 
@@ -161,7 +164,7 @@ class EngineLoop:
         self._thread.start()
 
     def stop(self, timeout_s: float = 5.0) -> bool:
-        """End this loop and those of all other ranks after a step; return False if this one did not end in time."""
+        """End the loops of all ranks after a step. Return whether this rank's loop ended within `timeout_s`."""
         with self._wake:
             self._stopping = True
             ring = self._must_ring()
@@ -177,12 +180,12 @@ class EngineLoop:
         return self._over.is_set()
 
     def wait(self) -> Failure | None:
-        """Block until the loop has ended; return the failure that ended it, None if it was stopped."""
+        """Block until the loop has ended. Return the failure that ended the loop, or None if the loop was stopped."""
         self._over.wait()
         return self.failure
 
     def put(self, commands: Commands) -> None:
-        """Leave submits and aborts for the next step; submits wake the gang. A loop that is over drops them."""
+        """Leave commands for the next step; submits wake the gang. If the loop is over, the commands have no effect."""
         with self._told:
             self._doubted.update(commands.doubted)
             self._doubted.difference_update(commands.heard, commands.aborts)
@@ -197,7 +200,7 @@ class EngineLoop:
             self.engine.ring()
 
     def drain(self, timeout_s: float | None = None) -> list[StepItem]:
-        """Return the items since the last call; wait for one if there are none.
+        """Return the items since the last call; if there are none, wait for an item.
 
         An empty list means that the wait timed out or that the loop is over.
         """
@@ -209,7 +212,7 @@ class EngineLoop:
         return items
 
     def heartbeat(self) -> Heartbeat:
-        """Return the heartbeat now; never wait for a step. Only this call notices progress, so call it often."""
+        """Return the present heartbeat; never wait for a step. Only this call notices progress, so call it often."""
         position, (marks, waits) = self.engine.position, self.engine.progress
         self._pulse.look((self._turns, position, marks), waits)
         with self._wake:
@@ -225,7 +228,7 @@ class EngineLoop:
             )
 
     def _must_ring(self) -> bool:
-        """Return whether the caller, which holds `_wake`, must ring because the loop sleeps; True once per sleep."""
+        """Return whether the caller must call `ring` because the loop sleeps: True once per sleep. Hold `_wake`."""
         ring = self._asleep and not self._rung
         self._rung |= ring
         return ring
@@ -269,7 +272,9 @@ class EngineLoop:
             self._turns += 1
 
     def _sleep(self) -> None:
-        """Sleep until a rank rings. All ranks come here after a quiet step; a rank that has new work rings first."""
+        """Sleep until a rank calls `ring`. All ranks come here after a quiet step. A rank with new work calls `ring`
+        before it sleeps, so that all ranks wake at once.
+        """
         with self._wake:  # `put` sees `_asleep` and rings, or this block sees its commands: no wake-up is lost
             self._asleep = True
             self._busy = self._rung = self._stopping or any(commands.submits for commands in self._inbox)
@@ -301,10 +306,10 @@ class EngineLoop:
             self._put_out(StepItem(self.rank, self._steps, outputs, refused))
 
     def _begin(self, ids: tuple[str, ...]) -> None:
-        """Report the requests that the next step admits: if the step kills the process, they are the suspects.
+        """Report the requests `ids` that the next step admits: if the step kills the process, they are the suspects.
 
-        A process that dies at once loses the report. So if one of the requests is doubted, wait until the replica
-        confirms it, for at most `TOLD_S`.
+        If the process dies at once, the report is lost. So if a request is doubted (`Commands.doubted`), wait for at
+        most `TOLD_S` until the replica confirms the report.
         """
         self._put_out(StepItem(self.rank, self._steps, begun=ids))
         with self._told:
@@ -317,7 +322,7 @@ class EngineLoop:
             self._filled.notify()
 
     def _fail(self, error: Exception) -> None:
-        """Set `failure`, and disconnect from the peers with its reason."""
+        """Set `failure`, and disconnect the engine from its peers, which get the reason."""
         self.failure = failure_of(error, self.rank, self.engine.position)
         try:
             self.engine.close(self.failure.reason)
@@ -326,12 +331,12 @@ class EngineLoop:
 
 
 def kind_of(error: BaseException) -> FailureKind:
-    """Return what an error says of the gang: a lost peer, ranks out of step, or a failure of this rank itself."""
+    """Return the kind of an error: a lost peer, ranks out of step, or a failure of this rank itself."""
     return next((KINDS[base.__name__] for base in type(error).__mro__ if base.__name__ in KINDS), "failed")
 
 
 def failure_of(error: Exception, by: int, position: tuple[int, str]) -> Failure:
-    """Return the failure that an error on rank `by` means; `position` is used if the error has no step and phase."""
+    """Return the `Failure` for an error on rank `by`. `position` is the (step, phase) used if the error has none."""
     kind = kind_of(error)
     step, phase = position
     if kind != "failed":

@@ -1,4 +1,4 @@
-"""The tokens per second of a running request: measured, and scaled to other numbers of running requests."""
+"""Measures the tokens per second of a running request, and predicts them for other numbers of running requests."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -6,13 +6,13 @@ from functools import cache
 
 from cluster.observability.step_times import StepTimes
 
-TAU_S = 5.0  # time constant of the mean: about this long after a burst it is the present rate again
+TAU_S = 5.0  # time constant of the mean: a burst is forgotten after about this long
 KNOWN_TOKENS = 8  # tokens per running request after which the measured rate is used
-GUESSED_PER_S = 10.0  # tokens per second, assumed before that if step times were not measured
+GUESSED_PER_S = 10.0  # tokens per second, assumed before `KNOWN_TOKENS` if step times were not measured
 
 
 class TokenRate:
-    """Measures tokens per second and request: an exponential mean over the time in which requests ran."""
+    """The tokens per second of one request, as an exponential mean over the time in which requests ran."""
 
     def __init__(self, num_steps: int, groups: int) -> None:
         """`num_steps` is the depth of a drafted tree; requests are spread over `groups` attention groups."""
@@ -35,8 +35,9 @@ class TokenRate:
         self._seconds = self._seconds * kept + seconds
 
     def by_running(self, running: Sequence[int], longest: int, pace: StepTimes | None) -> Callable[[int], float]:
-        """Return a function: number of running requests in a group -> tokens per second of each, if the longest has
-        `longest` tokens. `running` are the lengths of the gang's running requests, `pace` the measured step times.
+        """Return a function: number of running requests in a group -> tokens per second of each request, if the longest
+        request has `longest` tokens. `running` holds the lengths of the gang's running requests. `pace` holds the
+        measured step times, or is None if steps are not measured.
         """
         known = self._tokens and self._ever >= KNOWN_TOKENS * max(1, len(running))
         if pace is None:

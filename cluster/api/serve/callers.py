@@ -1,8 +1,9 @@
 """Detects ingress replicas that are gone, so that an engine replica can drop their streams.
 
-An ingress closes its own streams, but a killed ingress cannot. Ray continues a call whose caller is dead, since a call
-through a Serve handle has no backpressure, and the request would run to its last token. So the engine replica asks Ray
-whether each ingress that it streams to still exists. A slow or busy ingress still exists and keeps its streams.
+An ingress that ends in order closes its streams; a killed ingress cannot. Ray does not stop a call whose caller is
+dead, because a call through a Serve handle has no backpressure. So the requests of a killed ingress would run to their
+last token. To prevent this, the engine replica asks Ray regularly whether each ingress with open streams still exists.
+A slow or busy ingress still exists, and its streams go on.
 """
 
 import asyncio
@@ -37,7 +38,9 @@ class Callers:
     """The ingress replicas with open streams, by full replica name, and which of them are gone."""
 
     def __init__(self, alive: Callable[[str], bool] = exists, period_s: float = PERIOD_S) -> None:
-        """Construct it outside any request: the watch task runs in this context; Serve cancels a request's tasks."""
+        """Construct this object outside any request: the watch task runs in the context of the construction, and Serve
+        cancels tasks in the context of a request.
+        """
         self._alive, self._period_s = alive, period_s
         self._open, self._gone = Counter[str](), set[str]()
         self._context = contextvars.copy_context()

@@ -1,9 +1,9 @@
 """The `EngineClient` of an ingress replica: its streams survive the loss of the engine replica that feeds them.
 
 The ingress keeps each stream's tokens. When the engine replica is gone, the ingress submits the request to any engine
-replica again, with the tokens that the client already has as part of the prompt. The stream continues exactly as it
-would have (lossless by seed: law 1 of docs/architecture.md). This module does not import Ray;
-`cluster.api.serve.engine_calls` opens the attempts.
+replica again, with the tokens that the client already has as part of the prompt. The client gets the same tokens as
+without the loss (lossless by seed: law 1 of docs/architecture.md). An attempt is one submission of a request to an
+engine replica. This module does not import Ray; `cluster.api.serve.engine_calls` implements attempts by Ray calls.
 """
 
 import asyncio
@@ -46,8 +46,8 @@ class StreamSign:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Says that the engine will not serve the request. Without a `StreamSign` before it, the engine's or Serve's queue
-    is full; after one, the request is invalid.
+    """Says that the engine will not serve the request. If no `StreamSign` came before, the queue of the engine or of
+    Serve is full. If a `StreamSign` came before, the request is invalid.
     """
 
     message: str
