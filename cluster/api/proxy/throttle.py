@@ -94,6 +94,9 @@ class Throttle:
         self._timer = loop.call_later(max(0.0, self._next - loop.time()), self._begin) if self._waiting else None
 
     def _begin(self) -> None:
+        if self._next > asyncio.get_running_loop().time():  # charged after `refused` had arranged this turn
+            self._arrange()
+            return
         while self._waiting:
             if not (turn := self._waiting.popleft()).done():  # done: cancelled, as its client has left
                 turn.set_result(True)

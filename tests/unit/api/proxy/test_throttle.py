@@ -6,7 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from cluster.api.proxy.throttle import HELD_S, LONGEST_REST_S, LOOK_S, Cores, Throttle, rest_s
+from cluster.api.proxy.throttle import (
+    BEGIN_S,
+    HELD_S,
+    LONGEST_REST_S,
+    LOOK_S,
+    REFUSE_S,
+    SHARE,
+    Cores,
+    Throttle,
+    rest_s,
+)
 
 
 class Machine:
@@ -163,3 +173,31 @@ def test_a_refused_request_lets_the_next_one_begin_sooner() -> None:
 
     rest = (rest_s(0, os.cpu_count() or 1)) / 3
     assert 3 * rest * 0.99 <= asyncio.run(all_begin()) < 3 * rest + rest_s(0, os.cpu_count() or 1)
+
+
+class RefusedAtOnce(Throttle):
+    """A refusal of an earlier request comes after each turn is given, before the request with that turn is charged."""
+
+    def _begin(self) -> None:
+        super()._begin()
+        self.refused()
+
+
+def test_a_refusal_between_a_turn_and_its_charge_does_not_skip_a_rest() -> None:
+    """Each request rests after the one before it, however soon the next turn was arranged."""
+
+    async def all_begin() -> list[float]:
+        turns, times = RefusedAtOnce(Given(True)), []
+        clock = asyncio.get_running_loop().time
+
+        async def one() -> None:
+            await turns.wait()
+            times.append(clock())
+            turns.charge(1 << 30)
+
+        await asyncio.gather(*(one() for _ in range(3)))
+        return [each - times[0] for each in times]
+
+    longest = LONGEST_REST_S - (BEGIN_S - REFUSE_S) / (SHARE * (os.cpu_count() or 1))
+    for turn, at in enumerate(asyncio.run(all_begin())):
+        assert at >= turn * longest * 0.9
