@@ -61,12 +61,6 @@ def constraint_of(body: Mapping[str, Any]) -> OutputConstraint | None:
     return found[0] if found else None
 
 
-def grammar_of(body: Mapping[str, Any]) -> Grammar | None:
-    """Return the grammar that a body requests, or None; raises like `constraint_of`."""
-    found = constraint_of(body)
-    return None if found is None else found.grammar
-
-
 def refused(error: GrammarError, field: str) -> ApiError:
     """Return the 400 for a grammar that is not supported. `field` is the field that requested the grammar."""
     return ApiError(f"{field}: {error}", param=field, code="invalid_value")

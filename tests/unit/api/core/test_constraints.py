@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cluster.api.core.constraints import FIELDS, constraint_of, grammar_of, refused
+from cluster.api.core.constraints import FIELDS, constraint_of, refused
 from cluster.api.core.errors import ApiError
 from cluster.grammar.asked import Grammar, GrammarError
 
@@ -71,7 +71,8 @@ ASKED: dict[str, tuple[dict[str, Any], str, Grammar]] = {
 @pytest.mark.parametrize("name", ASKED)
 def test_what_is_asked(name: str) -> None:
     body, field, grammar = ASKED[name]
-    assert grammar_of({"model": "m", "messages": [], **body}) == grammar
+    found = constraint_of({"model": "m", "messages": [], **body})
+    assert found is not None and found.grammar == grammar
     assert constraint_of(body) == (field, grammar)
 
 
@@ -88,7 +89,7 @@ def test_what_is_asked(name: str) -> None:
     ],
 )
 def test_nothing_is_asked(body: dict[str, Any]) -> None:
-    assert grammar_of(body) is None
+    assert constraint_of(body) is None
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,7 @@ def test_nothing_is_asked(body: dict[str, Any]) -> None:
 )
 def test_malformed_fields_are_named(body: dict[str, Any], field: str, words: str, code: str) -> None:
     with pytest.raises(ApiError) as error:
-        grammar_of(body)
+        constraint_of(body)
     assert (error.value.status, error.value.param, error.value.code) == (400, field, code)
     assert error.value.message.startswith(f"{field}: ") and words in error.value.message
 
@@ -170,7 +171,7 @@ def test_malformed_fields_are_named(body: dict[str, Any], field: str, words: str
 )
 def test_two_at_once_are_refused_and_both_named(body: dict[str, Any]) -> None:
     with pytest.raises(ApiError) as error:
-        grammar_of(body)
+        constraint_of(body)
     found = [name for name in body if name in error.value.message]
     inner = [f"structured_outputs.{name}" for name in body.get("structured_outputs", {})]
     assert error.value.status == 400 and (found == list(body) or all(name in error.value.message for name in inner))
