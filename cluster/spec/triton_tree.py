@@ -13,7 +13,8 @@ from cluster.kernels.accept import gpu as accepting
 from cluster.kernels.launch import WIDE, launch, warps, whole
 from cluster.kernels.tree import gpu
 from cluster.sampling.noise import at_least_float32
-from cluster.spec.tree import DECAY, FLOOR, Candidates, DraftTree, best_tree, depths_of
+from cluster.spec import tree
+from cluster.spec.tree import DECAY, Candidates, DraftTree, best_tree, depths_of
 from cluster.spec.verify import Accepted
 
 ROWS = 16  # nodes whose ancestors one program finds
@@ -92,7 +93,7 @@ class TritonGrowth:
         )
         score, number = (None, None) if rows is None else rows[2:]
         given = proposed.contiguous(), likely.contiguous(), score, number
-        how = {"FIRST": rows is None, "TOPK": k, "WIDE": WIDE[self._wide], "FLOOR": FLOOR, "DECAY": DECAY}
+        how = {"FIRST": rows is None, "TOPK": k, "WIDE": WIDE[self._wide], "FLOOR": tree.FLOOR, "DECAY": DECAY}
         count = k if rows is None else k * k
         how |= {"BLOCK": whole(count), "num_warps": warps(whole(count))}
         total = self._candidates[0].shape[1]

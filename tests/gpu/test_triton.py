@@ -63,7 +63,8 @@ def test_attention(shape: str, kind: str, dtype: torch.dtype) -> None:
     given = {"heads": 4, "kv_heads": 2} | (LONG if shape == "long" else SHAPES[shape]) | KINDS[kind]
     for d in (8, 128, 192):
         case = Case(**given, page_size=16, lies="scattered", dtype=dtype, d=d)
-        assert torch.allclose(on_the_device(case).double(), case.expected(), atol=ERROR[dtype], rtol=0)
+        away, largest = (on_the_device(case).double() - case.expected()).abs().max(), case.expected().abs().max()
+        assert away <= ERROR[dtype] * max(1, largest), f"heads of {d}: {away} away, of at most {largest}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

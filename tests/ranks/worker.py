@@ -28,6 +28,7 @@ from tests.ranks.gang import Life, Lost, Nap
 from tests.ranks.plants import plant
 from tests.ranks.process import say, serve
 
+LOGGED = ("gather", "reduce_scatter", "broadcast", "all_reduce")
 SENT = {"reduce_scatter": sum}  # sends rows to all; the others send own rows
 RING_AFTER_S = 0.5
 LOWEST = -300.0
@@ -59,7 +60,7 @@ class Logs:
         mesh = rank._lockstep.mesh
         self.world, self.attn = Log(), Log()
         self._by_axis = {id(mesh.world): self.world, id(mesh.attn): self.attn}
-        self._true = {name: getattr(Axis, name) for name in ("gather", "reduce_scatter", "broadcast")}
+        self._true = {name: getattr(Axis, name) for name in LOGGED}
         for name, true in self._true.items():
             setattr(Axis, name, self._logged(name, true))
 
@@ -70,7 +71,8 @@ class Logs:
     def _logged(self, name: str, true: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def logged(axis: Axis, rows: Tensor, *counts: Any) -> Tensor:
             log = self._by_axis.get(id(axis))
-            if log is not None and axis.size > 1:
+            inner = name == "all_reduce" and not axis.direct  # a sum over gloo is a gather, which is logged itself
+            if log is not None and axis.size > 1 and not inner:
                 shape = list(rows.shape)
                 if counts:
                     sent = SENT[name](counts[0]) if name in SENT else counts[0][axis.rank]

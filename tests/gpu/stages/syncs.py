@@ -38,7 +38,7 @@ def watched(stage: Stage) -> Iterator[None]:
         with Trap() as trap:
             yield
         assert not trap.asked, f"the host asks in {dict(trap.asked)}"
-        assert set(trap.sent) <= {"staging.int64"}, f"the host sends in {dict(trap.sent)}"
+        assert set(trap.sent) <= {"device.staging.int64"}, f"the host sends in {dict(trap.sent)}"
         return
     true = StepOutput.read
 
