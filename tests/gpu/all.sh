@@ -3,7 +3,7 @@
 #
 # Each stage is a process with a time of its own and appends its results to OUT/results.jsonl as it goes, the most
 # important stages first, so a run that is cut off still counts. A stage that fails, hangs, ends without a word or for
-# which no time was left is named, and the others run; the proofs always fit one call, what is measured fits a second.
+# which no time was left is named, and the others run. The stages up to `ranks` always fit one call, the others a second.
 # The last line on stdout is the summary, JSON. Ends with 1 if a stage was not passed.
 #
 # --dry    the same stages on a CPU: Triton's interpreter in place of compiled programs, tapes of graphs, gloo of NCCL;
@@ -26,12 +26,13 @@ export PYTHONUNBUFFERED=1 TORCH_NCCL_ASYNC_ERROR_HANDLING=0 # NCCL's own watchdo
 stages=(
     ceilings            30
     kernels            120
-    attention           90
     tokens              75
     demo                60
     syncs               60
     capture             60
     nccl                25
+    ranks               75
+    attention           90
     roofline_llama      80
     roofline_qwen3      80
     roofline_mla        70
