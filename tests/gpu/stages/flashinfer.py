@@ -144,7 +144,7 @@ def tokens(stage: Stage, target: str, draft: str) -> None:
     }
     with stage.check("an engine's tokens") as facts:
         asked = requests(0.0, *stage.either((3, 1), (24, 4)))
-        asked = [replace(one, prompt_token_ids=one.prompt_token_ids * stage.either(1, 20)) for one in asked]
+        asked = [replace(one, prompt_token_ids=one.prompt_token_ids * stage.either(1, 15)) for one in asked]
         texts = {}
         for backend, capture in ((stage.either("torch", "triton"), "off"), ("flashinfer", "off"), ("flashinfer", "on")):
             sizes = stage.either((1,), (1, 2, 4)) if capture == "on" else None
