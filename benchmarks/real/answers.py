@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.real.kept import Kept
 from benchmarks.real.prompts import Prompt
-from cluster.bench.cases.strain import NO_DRAFT, PATIENCE_S
 from cluster.bench.processes import memory_of
 from cluster.bench.server import ServerProcess
 from cluster.bench.streams import HOST
@@ -29,6 +28,8 @@ from cluster.request import Request, RequestParams
 
 BATCHES = (1, 16)
 MODEL = "real"
+NO_DRAFT = ("speculative_algorithm=null", "tp_size=1", "attn_dp_size=1")
+PATIENCE_S = 900.0  # of the clients and of the server's queue
 KIB = 1024
 PADDED = 256  # tokens of the longest prompt that `transformers` pads others to
 

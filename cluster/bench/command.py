@@ -23,17 +23,14 @@ from cluster.bench.cases import (
     overload,
     packed,
     peers,
-    radix,
     roofline,
     rude,
     serving,
-    strain,
 )
 from cluster.bench.goals import Goal, verdict
 from cluster.bench.pair import Pair, named
 from cluster.bench.random_models import PRESETS
 from cluster.bench.report import json_line, write_json
-from cluster.paths.checkout import DEMO_TARGET, demo_path
 
 OF_A_PAIR: dict[str, ModuleType] = {  # measure a target with its draft
     "offline": offline,  # speed without Ray
@@ -46,9 +43,6 @@ OF_A_PAIR: dict[str, ModuleType] = {  # measure a target with its draft
     "roofline": roofline,  # the time of each phase of a step against the least possible time
     "overlap": overlap,  # host work per step, and how long the device waits for it
 }
-OF_A_TARGET: dict[str, ModuleType] = {  # measure a target alone
-    "strain": strain,  # steps of several seconds on a busy machine, and a rank that is stopped
-}
 WITH_THEIR_OWN: dict[str, ModuleType] = {  # take no model: they serve the demo pair on loopback, or need none
     "faults": faults,  # what clients see when processes die
     "crowd": crowd,  # the same as faults, while many requests queue
@@ -57,9 +51,8 @@ WITH_THEIR_OWN: dict[str, ModuleType] = {  # take no model: they serve the demo 
     "kernels": kernels,  # each kernel against its reference implementation and the machine's ceilings
     "cache": cache,  # attention over a KV cache in FP8, against a cache in the model's dtype
     "packed": packed,  # matrix products with weights that stay quantised
-    "radix": radix,  # CPU time of operations on the radix tree
 }
-PARTS = OF_A_PAIR | OF_A_TARGET | WITH_THEIR_OWN
+PARTS = OF_A_PAIR | WITH_THEIR_OWN
 DEFAULT_PARTS = ("offline", "serving")
 WITHOUT_A_DRAFT = ("peers", "roofline")  # these parts can measure plain decoding alone
 OF_SOME = ("contexts", "shape", "layers", "accept_length")  # options of only those parts whose `Size` has such a field
@@ -75,7 +68,6 @@ LASTS: dict[str, tuple[float, float]] = {  # minutes of a full run and seconds o
     "lockstep": (15, 90),
     "roofline": (15, 60),
     "overlap": (5, 60),
-    "strain": (30, 120),
     "faults": (15, 180),
     "crowd": (5, 90),
     "rude": (15, 180),
@@ -83,7 +75,6 @@ LASTS: dict[str, tuple[float, float]] = {  # minutes of a full run and seconds o
     "kernels": (5, 30),
     "cache": (5, 30),
     "packed": (5, 30),
-    "radix": (5, 30),
 }
 
 
@@ -166,10 +157,7 @@ def _measure(part: str, args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     own = {"repeats": args.repeats, "batches": tuple(args.batches or ()), "contexts": tuple(args.contexts or ())}
     own |= {name: getattr(args, name) for name in OF_SOME if name != "contexts"}
     size = replace(size, **{name: value for name, value in own.items() if value and hasattr(size, name)})
-    if part in OF_A_TARGET:
-        target = args.model or demo_path(DEMO_TARGET, "give --model DIR")
-        result = module.measure(target, args.dtype, size, say=_progress)
-    elif part in OF_A_PAIR:
+    if part in OF_A_PAIR:
         pair = Pair(*named(args.model, args.draft, part in WITHOUT_A_DRAFT), args.dtype, args.num_threads)
         result = module.measure(pair, size, say=_progress)
     else:

@@ -25,8 +25,7 @@ CHUNK_ROWS = 512
 @dataclass(frozen=True, slots=True)
 class Size:
     """The size of a measurement, with `requests` per rank. Prefill interference has a prompt of `long_tokens`, other
-    requests that generate `steady_tokens`, and a run for each `prefill_share` in `shares`. The simulation of routing
-    has `routed` requests.
+    requests that generate `steady_tokens`, and a run for each `prefill_share` in `shares`.
     """
 
     requests: int = 4
@@ -35,11 +34,10 @@ class Size:
     long_tokens: int = 8192
     steady_tokens: int = 384
     shares: tuple[float, ...] = (0.25, 0.5, 0.75)
-    routed: int = 800
     repeats: int = 3
 
 
-QUICK = Size(2, new_tokens=12, long_tokens=1024, steady_tokens=48, shares=(0.5,), routed=60, repeats=1)
+QUICK = Size(2, new_tokens=12, long_tokens=1024, steady_tokens=48, shares=(0.5,), repeats=1)
 
 
 def settings_of(pair: Pair, requests: int, world: int, **more: object) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from cluster.bench import command
 from tests.unit.bench.test_command import parsed
 
 OTHERS = {"peers"}  # needs vLLM; a stand-in of it is measured in cases/test_peers.py
-SERVED = {"serving", "faults", "crowd", "rude", "overload", "strain"}  # each starts `aerie serve`
+SERVED = {"serving", "faults", "crowd", "rude", "overload"}  # each starts `aerie serve`
 LONG = SERVED - {"serving"}  # a minute and more: some wait for lost ranks, some measure over fixed times
 
 
