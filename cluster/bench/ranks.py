@@ -74,13 +74,13 @@ class RankRequest:
 @dataclass(frozen=True, slots=True)
 class Case:
     """One run of a gang. The run ends when request `until` has ended; if `until` is empty, when all requests have
-    ended. If `device_ms` is not 0, steps run on a simulated device and each takes `device_ms`.
+    ended. `options` are for another program than `rank_process`.
     """
 
     settings: Mapping[str, Any]
     jobs: Sequence[RankRequest]
     until: str = ""
-    device_ms: float = 0.0
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,17 +105,14 @@ class StepRecord:
 class RankRun:
     """The record of one rank: its steps; and by request, the time of submission, the times of outputs, and the tokens.
 
-    `device_gaps`, `device_waits` and `device_sends` are the lists `gaps`, `waited` and `sent` of a `SimulatedDevice`;
-    without a simulated device they are empty.
+    `recorded`: lists of seconds that another program than `rank_process` adds, by name.
     """
 
     steps: list[StepRecord] = field(default_factory=list)
     submitted: dict[str, float] = field(default_factory=dict)
     times: dict[str, list[float]] = field(default_factory=dict)
     tokens: dict[str, list[int]] = field(default_factory=dict)
-    device_gaps: list[float] = field(default_factory=list)
-    device_waits: list[float] = field(default_factory=list)
-    device_sends: list[float] = field(default_factory=list)
+    recorded: dict[str, list[float]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, answer: Mapping[str, Any]) -> Self:
@@ -126,8 +123,9 @@ class RankRun:
 class RankProcesses:
     """The processes of `world` ranks. `run` sends a case to the first `tp_size` of them."""
 
-    def __init__(self, world: int) -> None:
-        self.world = world
+    def __init__(self, world: int, program: str = "cluster.bench.rank_process") -> None:
+        """`program` is the module that each process runs. It calls `rank_process.main`."""
+        self.world, self._program = world, program
         self._epoch = 0
         self._processes: list[subprocess.Popen[str]] = []
 
@@ -141,7 +139,7 @@ class RankProcesses:
         for rank in range(self.world):
             self._processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", "cluster.bench.rank_process", str(rank)],
+                    [sys.executable, "-m", self._program, str(rank)],
                     cwd=CHECKOUT,  # makes the package importable even if it is not installed
                     env=environment,
                     stdin=subprocess.PIPE,
