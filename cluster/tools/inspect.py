@@ -88,10 +88,9 @@ def _report(args: argparse.Namespace, overrides: dict[str, Any] | None, device: 
         report = summary(args.path, args.dtype, device, args.kv_cache_dtype)
         if report is not None:
             return report
-    inspect = importlib.import_module("cluster.tools.tensor_report").inspect
-    settings = (overrides, args.token_map)
-    how = args.tp, args.dp, args.ep, args.dtype, settings, device, args.kv_cache_dtype
-    found: Report = inspect(args.path, args.draft, *how)
+    module = importlib.import_module("cluster.tools.tensor_report")
+    setup = module.ServingSetup(args.tp, args.dp, args.ep, args.dtype, device, args.kv_cache_dtype)
+    found: Report = module.inspect(args.path, args.draft, setup, (overrides, args.token_map))
     return found
 
 
