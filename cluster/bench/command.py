@@ -149,22 +149,13 @@ def _measure(part: str, args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         result = module.measure(pair, size, say=_progress)
     else:
         result = module.measure(size, say=_progress)
-    goals = _goals(part, args, result)
-    text = "\n".join([module.show(result), *_faults(result), *([verdict(goals, args.quick)] if goals else [])])
-    return result | {"goals": [goal.facts(args.quick) for goal in goals]}, text
-
-
-def _goals(part: str, args: argparse.Namespace, result: dict[str, Any]) -> list[Goal]:
-    """Return the goals of a part. Goals of parts that measure a pair hold for the demo pair only."""
-    module = PARTS[part].module
-    own = PARTS[part].own or not (args.model or args.draft or args.shape)
-    return list(module.goals(result)) if own and hasattr(module, "goals") else []
-
-
-def _faults(result: dict[str, Any]) -> list[str]:
-    """Return a line for each kind of failure in a result, missed goals excluded."""
-    different = [] if result.get("identical", True) else ["DIFFERENT: outputs that must be equal are not"]
-    return different + ([f"FAILED: {result['failed']}"] if result.get("failed", 0) else [])
+    judged = PARTS[part].own or not (args.model or args.draft or args.shape)  # a pair's goals are the demo pair's
+    goals: list[Goal] = module.goals(result) if judged and hasattr(module, "goals") else []
+    lines = [module.show(result)]
+    lines += [] if result.get("identical", True) else ["DIFFERENT: outputs that must be equal are not"]
+    lines += [f"FAILED: {result['failed']}"] if result.get("failed", 0) else []
+    lines += [verdict(goals, args.quick)] if goals else []
+    return result | {"goals": [goal.facts(args.quick) for goal in goals]}, "\n".join(lines)
 
 
 def _progress(text: str) -> None:

@@ -18,7 +18,7 @@ from cluster.arch.hub.names import HUB_NAME, hub_model
 from cluster.arch.hub.outline import outline
 from cluster.arch.hub.snapshot import resolved
 from cluster.config import CACHES, ConfigError
-from cluster.tools.overrides import add_override_argument, overrides_of
+from cluster.tools.engine_flags import add_override_argument, overrides_of
 from cluster.tools.summary import ASSUMED_DEVICE, Report, summary
 
 DRIVERS = ("/dev/nvidiactl", "/dev/dxg")  # device files of NVIDIA's driver: Linux, and Windows Subsystem for Linux

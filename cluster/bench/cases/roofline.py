@@ -141,7 +141,7 @@ def _measured(subject: Subject, size: Size, say: Say, note: Note) -> dict[str, A
     return {
         "what": "roofline",
         "machine": machine(),
-        "device": _device_name(loaded.device),
+        "device": torch.cuda.get_device_name(loaded.device) if loaded.device.type == "cuda" else "cpu",
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "kernels": loaded.kernels,
         "quantised": list(loaded.quantised),
@@ -310,10 +310,6 @@ def _wrap(truth: Truth | None, size: Size, loaded: Loaded) -> Wrap | None:
         return OracleDraft(draft, known, most, models.target.vocab_size, loaded.device)
 
     return told
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def goals(result: dict[str, Any]) -> list[Goal]:
