@@ -52,8 +52,8 @@ def measured(folder: str, repeats: int, kept: Kept) -> dict[str, Any]:
 def turns(
     contenders: Contenders, prompts: list[list[int]], new_tokens: int, repeats: int, figure: str
 ) -> dict[str, list[float]]:
-    """A figure (a field of `EngineRun`) of every contender's run in each repeat. They take turns, in reverse order every
-    other time; a first, shorter turn warms all of them up.
+    """A figure (a field of `EngineRun`) of every contender's run in each repeat. They take turns, in reverse order
+    every other time; a first, shorter turn warms all of them up.
     """
     for run in contenders.values():
         run([prompt[:PROMPT_TOKENS] for prompt in prompts], min(4, new_tokens))
