@@ -55,7 +55,8 @@ def compare(own: Callable[[], object], other: Callable[[], object], repeats: int
     for turn in range(repeats):
         for which in (0, 1) if turn % 2 else (1, 0):
             seconds[which].append(timed(partial(_repeated, (own, other)[which], calls)) / calls)
-    return Compared(*map(median, seconds), median([ratio(b, a) for a, b in zip(*seconds, strict=True)]))
+    times = median([ratio(b, a) for a, b in zip(*seconds, strict=True)])
+    return Compared(median(seconds[0]), median(seconds[1]), times)
 
 
 def _repeated(run: Callable[[], object], calls: int) -> None:
