@@ -115,14 +115,8 @@ def main() -> None:
     total = statistics.geometric_mean([row["speed"] for row in rows])
     print(f"geometric mean {total:.3f}, least {min(row['speed'] for row in rows):.3f}, load {os.getloadavg()}")
     if args.out is not None:
-        result = {
-            "what": "side by side",
-            "long": args.long,
-            "pairs": args.pairs,
-            "turns": args.turns,
-            "mean": total,
-            "rows": rows,
-        }
+        asked = {"long": args.long, "pairs": args.pairs, "turns": args.turns}
+        result = {"what": "side by side", **asked, "mean": total, "rows": rows}
         args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
@@ -130,18 +124,16 @@ def work(given: dict[str, Any]) -> None:
     """A contender: decode as asked, until the input ends."""
     import torch
 
-    from cluster import request as requests
-    from cluster.bench import pair as pairs
+    from cluster.bench.pair import Pair, TreeChoice
+    from cluster.bench.runs import params_of
     from cluster.engine import build_engine
+    from cluster.request import Request
 
-    # Older checkouts have these classes under the names Shape and SamplingParams.
-    tree_choice = getattr(pairs, "TreeChoice", None) or pairs.Shape
-    request_params = getattr(requests, "RequestParams", None) or requests.SamplingParams
     torch.set_num_threads(given["threads"])
     if given["threads"] == 1:
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    pair, most = pairs.Pair(num_threads=given["threads"]), LONG["requests"] if given["long"] else max(BATCHES)
-    config = pair.config(tree_choice(*given["tree"]), most)
+    pair, most = Pair(num_threads=given["threads"]), LONG["requests"] if given["long"] else max(BATCHES)
+    config = pair.config(TreeChoice(*given["tree"]), most)
     length = LONG["prompt_tokens"] if given["long"] else 64
     if given["long"]:
         config = config.model_copy(update={"max_total_tokens": most * 8704, "chunked_prefill_size": 1024})
@@ -166,13 +158,8 @@ def work(given: dict[str, Any]) -> None:
             for number in range(asked["begin"]):
                 text = prompts[number % len(prompts)]
                 prompt = tuple((text * (length // len(text) + 1))[number : number + length]) if given["long"] else text
-                params = request_params(
-                    temperature=asked["temperature"],
-                    seed=number,
-                    max_tokens=480 if given["long"] else 4000,
-                    ignore_eos=True,
-                )
-                engine.submit(requests.Request(str(number), tuple(prompt), params))
+                params = params_of(480 if given["long"] else 4000, asked["temperature"], number)
+                engine.submit(Request(str(number), tuple(prompt), params))
             while engine.status().queued_tokens:
                 run(1)
             answer = run(5)

@@ -99,13 +99,8 @@ def _result(name: str, folder: str, args: argparse.Namespace, file: Path) -> dic
             return kept["result"]
     say(f"{name}: running")
     command = [sys.executable, "-m", "benchmarks.real", "--root", args.root, "--model", folder, "--alone", name]
-    command += [
-        "--new-tokens",
-        str(args.new_tokens),
-        "--repeats",
-        str(args.repeats),
-        *(["--prompts", str(args.prompts)] if args.prompts else []),
-    ]
+    command += [f"--new-tokens={args.new_tokens}", f"--repeats={args.repeats}"]
+    command += [f"--prompts={args.prompts}"] if args.prompts else []
     environment = os.environ | ({"OMP_NUM_THREADS": "1"} if name in UNTIMED else {})
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=CHECKOUT, env=environment)
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

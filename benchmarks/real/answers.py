@@ -3,14 +3,12 @@
 Each function is a stage of its own process, so that its peak of memory is its own, and returns JSON-ready results.
 """
 
-import json
 import resource
 import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from http.client import HTTPConnection
 from typing import Any
 
 import torch
@@ -18,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.real.kept import Kept
 from benchmarks.real.prompts import Prompt
-from cluster.bench.cases.strain import NO_DRAFT, PATIENCE_S
 from cluster.bench.processes import memory_of
 from cluster.bench.server import ServerProcess
 from cluster.bench.streams import HOST
@@ -26,9 +23,12 @@ from cluster.config import EngineConfig
 from cluster.engine import Engine, build_engine
 from cluster.offline.stepping import complete
 from cluster.request import Request, RequestParams
+from cluster.tools.client import Client
 
 BATCHES = (1, 16)
 MODEL = "real"
+NO_DRAFT = ("speculative_algorithm=null", "tp_size=1", "attn_dp_size=1")
+PATIENCE_S = 900.0  # of the server's queue
 KIB = 1024
 PADDED = 256  # tokens of the longest prompt that `transformers` pads others to
 
@@ -165,25 +165,12 @@ def streamed(port: int, path: str, body: dict[str, Any]) -> tuple[list[int], str
     """The token ids and the joined text of a streamed answer, without the token that ended it.
 
     Raises:
-        RuntimeError: the server answered with an error.
+        NoAnswerError: the server answered with an error.
     """
-    connection = HTTPConnection(HOST, port, timeout=PATIENCE_S)
     tokens, text, ended = list[int](), "", ""
-    try:
-        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        if answer.status != 200:
-            raise RuntimeError(f"{path}: status {answer.status}: {answer.read(2000).decode(errors='replace')}")
-        for line in answer:
-            if not line.startswith(b"data: {"):
-                continue
-            event = json.loads(line[6:])
-            if "error" in event:
-                raise RuntimeError(f"{path}: {event['error']}")
-            for choice in event.get("choices", ()):
-                tokens += choice.get("token_ids") or []
-                text += choice.get("text") or choice.get("delta", {}).get("content") or ""
-                ended = choice.get("finish_reason") or ended
-    finally:
-        connection.close()
+    for event in Client(f"http://{HOST}:{port}", page_timeout_s=PATIENCE_S).events(path, body):
+        for choice in event.get("choices", ()):
+            tokens += choice.get("token_ids") or []
+            text += choice.get("text") or choice.get("delta", {}).get("content") or ""
+            ended = choice.get("finish_reason") or ended
     return tokens[:-1] if ended == "stop" else tokens, text

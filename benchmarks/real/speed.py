@@ -38,41 +38,29 @@ def measured(folder: str, repeats: int, kept: Kept) -> dict[str, Any]:
         for batch in BATCHES:
             say(f"speed: {dtype}, batch {batch}")
             prompts = [text[at * PROMPT_TOKENS : (at + 1) * PROMPT_TOKENS] for at in range(batch)]
-            speeds = kept.get(f"{dtype}, {batch}", partial(turns, contenders, prompts, NEW_TOKENS, repeats, speed_of))
+            speeds = kept.get(
+                f"{dtype}, {batch}", partial(turns, contenders, prompts, NEW_TOKENS, repeats, "tokens_per_second")
+            )
             rows.append({"dtype": dtype, "what": f"tokens/s, batch {batch}", **figures(speeds, more_is_better=True)})
         say(f"speed: {dtype}, {LONG_TOKENS} tokens")
-        seconds = kept.get(f"{dtype}, first", partial(turns, contenders, [text], 1, repeats, seconds_of))
+        seconds = kept.get(f"{dtype}, first", partial(turns, contenders, [text], 1, repeats, "seconds"))
         what = f"first token after {LONG_TOKENS}, s"
         rows.append({"dtype": dtype, "what": what, **figures(seconds, more_is_better=False)})
     return {"rows": rows, "threads": torch.get_num_threads(), "repeats": repeats}
 
 
-def speed_of(run: EngineRun) -> float:
-    """Tokens per second of a run, its prompts included."""
-    return run.tokens_per_second
-
-
-def seconds_of(run: EngineRun) -> float:
-    """Seconds of a run."""
-    return run.seconds
-
-
 def turns(
-    contenders: Contenders,
-    prompts: list[list[int]],
-    new_tokens: int,
-    repeats: int,
-    figure: Callable[[EngineRun], float],
+    contenders: Contenders, prompts: list[list[int]], new_tokens: int, repeats: int, figure: str
 ) -> dict[str, list[float]]:
-    """A figure of every contender's run in each repeat. They take turns, in reverse order every other time; a first,
-    shorter turn warms all of them up.
+    """A figure (a field of `EngineRun`) of every contender's run in each repeat. They take turns, in reverse order
+    every other time; a first, shorter turn warms all of them up.
     """
     for run in contenders.values():
         run([prompt[:PROMPT_TOKENS] for prompt in prompts], min(4, new_tokens))
     found: dict[str, list[float]] = {who: [] for who in contenders}
     for repeat in range(repeats):
         for who in list(contenders)[:: -1 if repeat % 2 else 1]:
-            found[who].append(figure(contenders[who](prompts, new_tokens)))
+            found[who].append(getattr(contenders[who](prompts, new_tokens), figure))
     return found
 
 

@@ -64,17 +64,25 @@ class ConfigKeys:
     def __init__(self, data: Mapping[str, Any], where: str, file: str = "config.json") -> None:
         self.data, self.where, self.file = data, where, file
 
+    def error(self, message: str) -> ConfigError:
+        """Return an error about a value of this config; it names the file and the folder."""
+        return ConfigError(f"{self.file} of {self.where!r}: {message}")
+
+    def having(self, data: Mapping[str, Any]) -> "ConfigKeys":
+        """Return other values of the same file, for the same error messages."""
+        return ConfigKeys(data, self.where, self.file)
+
     def over(self, defaults: Mapping[str, Any]) -> "ConfigKeys":
         """Return the same keys, with `defaults` for missing keys."""
         given = {key: value for key, value in self.data.items() if value is not None}
-        return ConfigKeys({**defaults, **given}, self.where, self.file)
+        return self.having({**defaults, **given})
 
     def integer(self, key: str, default: int | None = None) -> int:
         """Return a positive integer."""
         value = self.data.get(key)
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{self.file} of {self.where!r}: {key} must be a positive integer, got {value!r}")
+            raise self.error(f"{key} must be a positive integer, got {value!r}")
         return value
 
     def number(self, key: str, default: float) -> float:
@@ -82,7 +90,7 @@ class ConfigKeys:
         value = self.data.get(key)
         value = default if value is None else value
         if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-            raise ConfigError(f"{self.file} of {self.where!r}: {key} must be a positive number, got {value!r}")
+            raise self.error(f"{key} must be a positive number, got {value!r}")
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
@@ -90,22 +98,22 @@ class ConfigKeys:
         value = self.data.get(key)
         value = default if value is None else value
         if not isinstance(value, bool):
-            raise ConfigError(f"{self.file} of {self.where!r}: {key} must be true or false, got {value!r}")
+            raise self.error(f"{key} must be true or false, got {value!r}")
         return value
 
     def section(self, key: str) -> "ConfigKeys":
         """Return a nested object; an empty one if the key is missing."""
         value = self.data.get(key) or {}
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{self.file} of {self.where!r}: {key} must be an object, got {value!r}")
-        return ConfigKeys(value, self.where, self.file)
+            raise self.error(f"{key} must be an object, got {value!r}")
+        return self.having(value)
 
     def numbers(self, key: str) -> list[int] | None:
         """Return a list of integers, or None if the key is missing."""
         value = self.data.get(key)
         if value is None or (isinstance(value, list) and all(type(i) is int for i in value)):
             return value
-        raise ConfigError(f"{self.file} of {self.where!r}: {key} must be a list of integers, got {value!r}")
+        raise self.error(f"{key} must be a list of integers, got {value!r}")
 
 
 def family_of(keys: ConfigKeys, known: Sequence[str], what: str) -> str:
@@ -114,9 +122,7 @@ def family_of(keys: ConfigKeys, known: Sequence[str], what: str) -> str:
     for name in names:
         if name in known:
             return str(name)
-    raise ConfigError(
-        f"{keys.file} of {keys.where!r}: architectures {names} names no {what} served here; known: {', '.join(known)}"
-    )
+    raise keys.error(f"architectures {names} names no {what} served here; known: {', '.join(known)}")
 
 
 def dtype_of(data: Mapping[str, Any]) -> str:

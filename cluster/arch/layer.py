@@ -7,7 +7,6 @@ from typing import Literal
 from cluster.arch.cell import CodedCell
 from cluster.arch.keys import ConfigKeys
 from cluster.arch.rope import Rope, rope_of
-from cluster.config import ConfigError
 
 Activation = Literal["silu", "gelu_tanh"]
 PLAIN = Rope(10000.0)
@@ -148,19 +147,19 @@ def geometry_of(
     hidden, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
     kv_heads = keys.integer("num_key_value_heads", heads)
     if heads % kv_heads:
-        raise ConfigError(f"{keys.file} of {keys.where!r}: num_key_value_heads {kv_heads} must divide {heads} heads")
+        raise keys.error(f"num_key_value_heads {kv_heads} must divide {heads} heads")
     known = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}[activation]
     key = "hidden_activation" if keys.data.get("hidden_activation") is not None else "hidden_act"
     if keys.data.get(key, known[0]) not in known:
-        raise ConfigError(f"{keys.file} of {keys.where!r}: {key} must be {known[0]}, got {keys.data[key]!r}")
+        raise keys.error(f"{key} must be {known[0]}, got {keys.data[key]!r}")
     head_dim = keys.integer("head_dim", max(1, hidden // heads))
     if head_dim % 2:
-        raise ConfigError(f"{keys.file} of {keys.where!r}: head_dim must be even for rotary embeddings, got {head_dim}")
+        raise keys.error(f"head_dim must be even for rotary embeddings, got {head_dim}")
     bias, rope = keys.flag("attention_bias"), rope_of(keys, theta, partial=partial)
     rotated = int(head_dim * rope.partial)
     if rotated % 2 or not rotated:
-        raise ConfigError(
-            f"{keys.file} of {keys.where!r}: partial_rotary_factor {rope.partial} of head_dim {head_dim} is {rotated} "
+        raise keys.error(
+            f"partial_rotary_factor {rope.partial} of head_dim {head_dim} is {rotated} "
             "dimensions, which must be even and not 0"
         )
     return LayerGeometry(
@@ -189,12 +188,10 @@ def sliding(keys: ConfigKeys, count: int, default: list[bool]) -> list[bool]:
         return default
     known = {"full_attention": False, "sliding_attention": True}
     if not isinstance(types, list) or len(types) != count:
-        raise ConfigError(f"{keys.file} of {keys.where!r}: layer_types must list the {count} layers, got {types!r}")
+        raise keys.error(f"layer_types must list the {count} layers, got {types!r}")
     other = sorted({str(t) for t in types if t not in known})
     if other:
-        raise ConfigError(
-            f"{keys.file} of {keys.where!r}: layer_types {other} are recognised and not served; known: {list(known)}"
-        )
+        raise keys.error(f"layer_types {other} are recognised and not served; known: {list(known)}")
     return [known[t] for t in types]
 
 

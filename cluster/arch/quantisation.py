@@ -6,7 +6,6 @@ from typing import Literal
 
 from cluster.arch.keys import ConfigKeys, Shapes, read_json
 from cluster.arch.quantisation_rules import Scheme, SchemeRule, auto_round_rules, compressed_rules, gptq_rules
-from cluster.config import ConfigError
 
 METHODS = ("fp8", "mxfp4", "compressed-tensors", "modelopt", "awq", "gptq", "auto-round", "fbgemm_fp8")
 # Formats of compressed-tensors; "mixed-precision" combines several of the others.
@@ -119,10 +118,7 @@ def _blocks(own: ConfigKeys) -> Scheme:
     if size is None:
         return NOTHING
     if len(size) != 2 or min(size) < 1:
-        raise ConfigError(
-            f"{own.file} of {own.where!r}: weight_block_size must be two positive integers, outputs and inputs, got "
-            f"{size}"
-        )
+        raise own.error(f"weight_block_size must be two positive integers, outputs and inputs, got {size}")
     return Scheme(block=(size[0], size[1]), said=f"weight_block_size is {size}")
 
 
@@ -164,4 +160,4 @@ def with_whole(shapes: dict[str, tuple[int, ...]], quantisation: Quantisation) -
 def _known(keys: ConfigKeys, key: str, known: tuple[object, ...]) -> None:
     if (value := keys.data.get(key)) not in known:
         names = ", ".join(str(each) for each in known if each is not None)
-        raise ConfigError(f"{keys.file} of {keys.where!r}: {key} {value!r} is not served; known: {names}")
+        raise keys.error(f"{key} {value!r} is not served; known: {names}")

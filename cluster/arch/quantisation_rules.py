@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cluster.arch.keys import ConfigKeys
-from cluster.config import ConfigError
 
 # AutoRound treats a name with one of these characters as a regular expression
 PATTERN = re.compile(r"[*+?^$()\[\]{}|\\]")
@@ -79,10 +78,7 @@ def compressed_rules(groups: ConfigKeys) -> tuple[Scheme, tuple[SchemeRule, ...]
         scheme = _compressed(group.section("weights"), f"config_groups.{name}.weights.")
         targets = group.data.get("targets") or []
         if not isinstance(targets, list) or any(not isinstance(target, str) for target in targets):
-            raise ConfigError(
-                f"{groups.file} of {groups.where!r}: config_groups.{name}.targets must be a list of names, got "
-                f"{targets!r}"
-            )
+            raise groups.error(f"config_groups.{name}.targets must be a list of names, got {targets!r}")
         if not targets or "Linear" in targets:
             rest = scheme
         patterns = [target.removeprefix("re:") for target in targets if target.startswith("re:")]
@@ -100,9 +96,8 @@ def _compressed(weights: ConfigKeys, field: str) -> Scheme:
         given = weights.data.get("block_structure")
         lengths = [int(n) for n in re.findall(r"\d+", str(given))]
         if len(lengths) != 2 or min(lengths) < 1:
-            raise ConfigError(
-                f"{weights.file} of {weights.where!r}: {field}block_structure must be two positive integers, outputs "
-                f"and inputs, got {given!r}"
+            raise weights.error(
+                f"{field}block_structure must be two positive integers, outputs and inputs, got {given!r}"
             )
         return Scheme(bits, (lengths[0], lengths[1]), f"{field}block_structure is {lengths}")
     if strategy in ("group", None) and size not in (None, -1):
@@ -125,6 +120,4 @@ def _compiled(keys: ConfigKeys, field: str, pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise ConfigError(
-            f"{keys.file} of {keys.where!r}: {field} {pattern!r} is no regular expression: {error}"
-        ) from None
+        raise keys.error(f"{field} {pattern!r} is no regular expression: {error}") from None

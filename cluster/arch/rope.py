@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cluster.arch.keys import ConfigKeys
-from cluster.config import ConfigError
 
 KINDS = ("default", "dynamic", "linear", "llama3", "yarn")
 
@@ -68,20 +67,18 @@ def rope_of(keys: ConfigKeys, theta: float = 10000.0, layer_type: str | None = N
     """
     scaling = scaling_of(keys, layer_type)
     if several := [name for name, given in scaling.data.items() if isinstance(given, Mapping)]:
-        raise ConfigError(
-            f"{keys.file} of {keys.where!r}: rope_parameters by layer type ({several}) are not served here"
-        )
+        raise keys.error(f"rope_parameters by layer type ({several}) are not served here")
     kind = scaling.data.get("rope_type") or scaling.data.get("type") or "default"
     theta = scaling.number("rope_theta", keys.number("rope_theta", theta))
     share = scaling.number("partial_rotary_factor", keys.number("partial_rotary_factor", 1.0))
     if share != 1.0 and not (partial and share < 1.0):
         wanted = "must be at most 1" if partial else "other than 1 is not served"
-        raise ConfigError(f"{keys.file} of {keys.where!r}: partial_rotary_factor {wanted}, got {share}")
+        raise keys.error(f"partial_rotary_factor {wanted}, got {share}")
     if kind == "default":
         return Rope(theta, partial=share)
     if kind == "dynamic":
         if scaling.data.get("alpha") is not None:
-            raise ConfigError(f"{keys.file} of {keys.where!r}: rope_scaling dynamic with alpha is not served")
+            raise keys.error("rope_scaling dynamic with alpha is not served")
         factor = _required(scaling, kind, "factor")[0]
         return Rope(theta, partial=share, dynamic=(factor, longest_of(keys)))
     if kind == "linear":
@@ -91,9 +88,7 @@ def rope_of(keys: ConfigKeys, theta: float = 10000.0, layer_type: str | None = N
         return Rope(theta, (factor, low, high, original_length(keys, layer_type)), partial=share)
     if kind == "yarn":
         return Rope(theta, yarn=_yarn(keys, scaling, layer_type), partial=share)
-    raise ConfigError(
-        f"{keys.file} of {keys.where!r}: rope_scaling type {kind!r} is not served; known: {', '.join(KINDS)}"
-    )
+    raise keys.error(f"rope_scaling type {kind!r} is not served; known: {', '.join(KINDS)}")
 
 
 def _yarn(keys: ConfigKeys, scaling: ConfigKeys, layer_type: str | None) -> Yarn:
@@ -159,5 +154,5 @@ def mscale(factor: float, weight: float) -> float:
 def _required(scaling: ConfigKeys, kind: str, *names: str) -> list[float]:
     missing = [name for name in names if scaling.data.get(name) is None]
     if missing:
-        raise ConfigError(f"{scaling.file} of {scaling.where!r}: rope_scaling {kind} lacks {missing}")
+        raise scaling.error(f"rope_scaling {kind} lacks {missing}")
     return [scaling.number(name, 1.0) for name in names]

@@ -67,7 +67,7 @@ def target_of(keys: ConfigKeys, family: str, layers: tuple[LayerGeometry, ...], 
         ConfigError: the layers cannot share a KV pool, or a config value has the wrong type.
     """
     if len({(layer.hidden, layer.heads, layer.cell) for layer in layers}) != 1:
-        raise ConfigError(f"{keys.file} of {keys.where!r}: layers that differ in heads or widths are not served")
+        raise keys.error("layers that differ in heads or widths are not served")
     given: dict[str, Any] = {
         "family": family,
         "vocab_size": keys.integer("vocab_size"),

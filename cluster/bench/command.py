@@ -1,5 +1,6 @@
 """`aerie bench`: run measurements ("parts") by name. A part is a module of `cases/` with `Size`, `QUICK`, `measure` and
-`show`. A part with goals also has `goals`, which maps the result of `measure` to a list of `Goal`.
+`show`. A part with goals also has `goals`, which maps the result of `measure` to a list of `Goal`. In a checkout,
+`python -m benchmarks` is the same command with more parts.
 """
 
 import argparse
@@ -7,7 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from cluster.bench.cases import (
     acceptance,
@@ -15,81 +16,58 @@ from cluster.bench.cases import (
     crowd,
     faults,
     grammars,
-    kernels,
     levels,
     lockstep,
     offline,
-    overlap,
     overload,
     packed,
     peers,
-    radix,
     roofline,
     rude,
     serving,
-    strain,
 )
 from cluster.bench.goals import Goal, verdict
 from cluster.bench.pair import Pair, named
 from cluster.bench.random_models import PRESETS
 from cluster.bench.report import json_line, write_json
-from cluster.paths.checkout import DEMO_TARGET, demo_path
 
-OF_A_PAIR: dict[str, ModuleType] = {  # measure a target with its draft
-    "offline": offline,  # speed without Ray
-    "serving": serving,  # start-up, latency and memory of `aerie serve`
-    "acceptance": acceptance,  # how well the draft predicts
-    "levels": levels,  # acceptance by depth of any draft, three levels deep
-    "grammars": grammars,  # the cost of a grammar, and the gain of tree nodes that the grammar forces
-    "peers": peers,  # against vLLM's CPU build
-    "lockstep": lockstep,  # what lockstep costs data-parallel ranks
-    "roofline": roofline,  # the time of each phase of a step against the least possible time
-    "overlap": overlap,  # host work per step, and how long the device waits for it
+
+class Part(NamedTuple):
+    """A measurement: its module, and the longest that it takes on two free cores: `minutes` in full, `quick_s` seconds
+    with --quick. It measures a pair of a target and its draft, or (`own`) serves the demo pair or needs no model.
+    """
+
+    module: ModuleType
+    minutes: float
+    quick_s: float
+    own: bool = False
+
+
+PARTS = {
+    "offline": Part(offline, 5, 60),  # speed without Ray
+    "serving": Part(serving, 3, 60),  # start-up, latency and memory of `aerie serve`
+    "acceptance": Part(acceptance, 3, 60),  # how well the draft predicts
+    "levels": Part(levels, 3, 60),  # acceptance by depth of any draft, three levels deep
+    "grammars": Part(grammars, 25, 150),  # the cost of a grammar, and the gain of tree nodes that the grammar forces
+    "peers": Part(peers, 30, 300),  # against vLLM's CPU build
+    "lockstep": Part(lockstep, 15, 90),  # what lockstep costs data-parallel ranks
+    "roofline": Part(roofline, 15, 60),  # the time of each phase of a step against the least possible time
+    "faults": Part(faults, 15, 180, own=True),  # what clients see when processes die
+    "crowd": Part(crowd, 5, 90, own=True),  # the same as faults, while many requests queue
+    "rude": Part(rude, 15, 180, own=True),  # whether abusive clients disturb streams
+    "overload": Part(overload, 5, 120, own=True),  # answers and refusals when clients send five times the capacity
+    "cache": Part(cache, 5, 30, own=True),  # attention over a KV cache in FP8, against one in the model's dtype
+    "packed": Part(packed, 5, 30, own=True),  # matrix products with weights that stay quantised
 }
-OF_A_TARGET: dict[str, ModuleType] = {  # measure a target alone
-    "strain": strain,  # steps of several seconds on a busy machine, and a rank that is stopped
-}
-WITH_THEIR_OWN: dict[str, ModuleType] = {  # take no model: they serve the demo pair on loopback, or need none
-    "faults": faults,  # what clients see when processes die
-    "crowd": crowd,  # the same as faults, while many requests queue
-    "rude": rude,  # whether abusive clients disturb streams
-    "overload": overload,  # answers and refusals when clients send five times the capacity
-    "kernels": kernels,  # each kernel against its reference implementation and the machine's ceilings
-    "cache": cache,  # attention over a KV cache in FP8, against a cache in the model's dtype
-    "packed": packed,  # matrix products with weights that stay quantised
-    "radix": radix,  # CPU time of operations on the radix tree
-}
-PARTS = OF_A_PAIR | OF_A_TARGET | WITH_THEIR_OWN
 DEFAULT_PARTS = ("offline", "serving")
 WITHOUT_A_DRAFT = ("peers", "roofline")  # these parts can measure plain decoding alone
 OF_SOME = ("contexts", "shape", "layers", "accept_length")  # options of only those parts whose `Size` has such a field
 MISSED = 1  # exit status: a goal was missed, something failed, or outputs that must be equal differ
 
-LASTS: dict[str, tuple[float, float]] = {  # minutes of a full run and seconds of --quick, at most, on two free cores
-    "offline": (5, 60),
-    "serving": (3, 60),
-    "acceptance": (3, 60),
-    "levels": (3, 60),
-    "grammars": (25, 150),
-    "peers": (30, 300),
-    "lockstep": (15, 90),
-    "roofline": (15, 60),
-    "overlap": (5, 60),
-    "strain": (30, 120),
-    "faults": (15, 180),
-    "crowd": (5, 90),
-    "rude": (15, 180),
-    "overload": (5, 120),
-    "kernels": (5, 30),
-    "cache": (5, 30),
-    "packed": (5, 30),
-    "radix": (5, 30),
-}
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of `aerie bench`."""
-    lasts = ", ".join(f"{part} ({full:g} min, quick {quick:g} s)" for part, (full, quick) in LASTS.items())
+    lasts = ", ".join(f"{part} ({own.minutes:g} min, quick {own.quick_s:g} s)" for part, own in PARTS.items())
     parser.add_argument(
         "parts",
         nargs="*",
@@ -143,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
     if args.shape and (args.model or args.draft):
         raise ValueError("--shape makes its own model and draft; leave out --model and --draft")
     for name in OF_SOME:
-        takers = [part for part, module in PARTS.items() if hasattr(module.QUICK, name)]
+        takers = [part for part, own in PARTS.items() if hasattr(own.module.QUICK, name)]
         if getattr(args, name) and not set(takers) & set(parts):
             option = f"--{name.replace('_', '-')}"
             raise ValueError(f"{option} is an option of {' and '.join(takers)}, which the parts leave out")
@@ -161,35 +139,23 @@ def run(args: argparse.Namespace) -> int:
 
 def _measure(part: str, args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Measure one part; return its figures and goals, as data and as text."""
-    module = PARTS[part]
+    module = PARTS[part].module
     size = module.QUICK if args.quick else module.Size()
     own = {"repeats": args.repeats, "batches": tuple(args.batches or ()), "contexts": tuple(args.contexts or ())}
     own |= {name: getattr(args, name) for name in OF_SOME if name != "contexts"}
     size = replace(size, **{name: value for name, value in own.items() if value and hasattr(size, name)})
-    if part in OF_A_TARGET:
-        target = args.model or demo_path(DEMO_TARGET, "give --model DIR")
-        result = module.measure(target, args.dtype, size, say=_progress)
-    elif part in OF_A_PAIR:
+    if not PARTS[part].own:
         pair = Pair(*named(args.model, args.draft, part in WITHOUT_A_DRAFT), args.dtype, args.num_threads)
         result = module.measure(pair, size, say=_progress)
     else:
         result = module.measure(size, say=_progress)
-    goals = _goals(part, args, result)
-    text = "\n".join([module.show(result), *_faults(result), *([verdict(goals, args.quick)] if goals else [])])
-    return result | {"goals": [goal.facts(args.quick) for goal in goals]}, text
-
-
-def _goals(part: str, args: argparse.Namespace, result: dict[str, Any]) -> list[Goal]:
-    """Return the goals of a part. Goals of parts that measure a pair hold for the demo pair only."""
-    module = PARTS[part]
-    own = part not in OF_A_PAIR or not (args.model or args.draft or args.shape)
-    return list(module.goals(result)) if own and hasattr(module, "goals") else []
-
-
-def _faults(result: dict[str, Any]) -> list[str]:
-    """Return a line for each kind of failure in a result, missed goals excluded."""
-    different = [] if result.get("identical", True) else ["DIFFERENT: outputs that must be equal are not"]
-    return different + ([f"FAILED: {result['failed']}"] if result.get("failed", 0) else [])
+    judged = PARTS[part].own or not (args.model or args.draft or args.shape)  # a pair's goals are the demo pair's
+    goals: list[Goal] = module.goals(result) if judged and hasattr(module, "goals") else []
+    lines = [module.show(result)]
+    lines += [] if result.get("identical", True) else ["DIFFERENT: outputs that must be equal are not"]
+    lines += [f"FAILED: {result['failed']}"] if result.get("failed", 0) else []
+    lines += [verdict(goals, args.quick)] if goals else []
+    return result | {"goals": [goal.facts(args.quick) for goal in goals]}, "\n".join(lines)
 
 
 def _progress(text: str) -> None:

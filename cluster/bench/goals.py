@@ -36,11 +36,6 @@ class Goal:
         bound = self.bound_of(quick)
         return self.value >= bound if self.at_least else self.value <= bound
 
-    def line(self, quick: bool) -> str:
-        """Return the figure and its bound in one line."""
-        side = "at least" if self.at_least else "at most"
-        return f"{self.what}: {self.value:.4g}, goal {side} {self.bound_of(quick):.4g}"
-
     def facts(self, quick: bool) -> dict[str, Any]:
         """Return the goal as it was checked, JSON-ready."""
         side = "at_least" if self.at_least else "at_most"
@@ -52,4 +47,7 @@ def verdict(goals: Sequence[Goal], quick: bool) -> str:
     missed = [goal for goal in goals if not goal.met(quick)]
     loose = " (--quick: looser bounds)" if quick and any(goal.slack > 1 for goal in goals) else ""
     lines = [f"goals{loose}: {len(goals) - len(missed)} of {len(goals)} met"]
-    return "\n".join([*lines, *(f"MISSED {goal.line(quick)}" for goal in missed)])
+    for goal in missed:
+        side = "at least" if goal.at_least else "at most"
+        lines.append(f"MISSED {goal.what}: {goal.value:.4g}, goal {side} {goal.bound_of(quick):.4g}")
+    return "\n".join(lines)

@@ -1,11 +1,11 @@
 """Progress of running streams: redrawn lines on a terminal, one plain line every 2 s elsewhere."""
 
 import shutil
-import sys
 import time
 from typing import TextIO
 
 from cluster.bench.streams import ClientStream, accept_length, pace
+from cluster.tools.terminal import Screen
 
 BAR = 12
 NAME = 28
@@ -16,38 +16,31 @@ PLAIN_EVERY_S = 2.0
 class LiveView:
     """Draws one line per stream and one for the total; on a terminal, every call redraws them."""
 
-    def __init__(self, title: str, max_tokens: int, out: TextIO = sys.stdout) -> None:
-        self._title, self._max_tokens, self._out = title, max_tokens, out
-        self._drawn = 0
+    def __init__(self, title: str, max_tokens: int, out: TextIO | None = None) -> None:
+        self._title, self._max_tokens, self._screen = title, max_tokens, Screen(out)
         self._told = time.monotonic()
-        size = shutil.get_terminal_size()
-        self._width = min(WIDEST, size.columns - 1)  # a wrapped line could not be redrawn in place
-        self._rows = size.lines
         self._said_end = False
 
     def __call__(self, streams: list[ClientStream]) -> None:
         """Show the streams as they are now."""
-        if self._out.isatty() and len(streams) + 3 <= self._rows:
-            lines = [self._title, *(self._line(stream) for stream in streams), self._total(streams)]
-            up = f"\x1b[{self._drawn}A" if self._drawn else ""
-            self._out.write(up + "".join(f"\x1b[2K{line[: self._width]}\n" for line in lines))
-            self._out.flush()
-            self._drawn = len(lines)
+        size = shutil.get_terminal_size()
+        if self._screen.is_terminal and len(streams) + 3 <= size.lines:
+            lines = [self._line(stream, min(WIDEST, size.columns - 1)) for stream in streams]
+            self._screen.redraw([(line, None) for line in (self._title, *lines, self._total(streams))])
             return
         ended = all(stream.ended is not None for stream in streams)
         now = time.monotonic()
         if (ended and not self._said_end) or now - self._told >= PLAIN_EVERY_S:
             self._told, self._said_end = now, ended
-            self._out.write(f"{self._title}: {self._total(streams)}\n")
-            self._out.flush()
+            self._screen.line(f"{self._title}: {self._total(streams)}")
 
-    def _line(self, stream: ClientStream) -> str:
+    def _line(self, stream: ClientStream, width: int) -> str:
         done = len(stream.token_ids)
         filled = BAR * done // self._max_tokens
         bar = "#" * filled + "." * (BAR - filled)
         head = f"  {short(stream.prompt.text, NAME):{NAME}} {bar} {done:4d} {stream.tokens_per_second:6.1f}/s  "
         tail = "".join(c if " " <= c <= "~" else "?" for c in stream.text[-200:].replace("\n", " \\n "))
-        room = max(1, self._width - len(head))
+        room = max(1, width - len(head))
         return head + (stream.error or tail)[-room:]
 
     def _total(self, streams: list[ClientStream]) -> str:

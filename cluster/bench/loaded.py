@@ -3,8 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import torch
-
 from cluster.arch.resolve import ResolvedModels, resolve_models
 from cluster.config import EngineConfig
 from cluster.engine import Engine
@@ -18,7 +16,9 @@ keeps outside its pools is not copied with pages if the draft is wrapped."""
 
 
 class Loaded:
-    """The loaded models of a single rank."""
+    """The loaded models of a single rank: their `device`, the `dtype` that they compute in, the target's `vocab_size`,
+    and descriptions of their `kernels` and of how `quantised` weights are stored in memory.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         """Load the models of `config`. Its tree must be as deep, and its context as long, as those of any later engine.
@@ -28,31 +28,9 @@ class Loaded:
         """
         small = {"max_running_requests": 1, "max_total_tokens": 4 * max(config.page_size, 128), "capture": "off"}
         self._prepared = prepare_alone(config.model_copy(update=small))
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the models."""
-        return self._prepared.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype that the models compute in."""
-        return self._prepared.models.dtype
-
-    @property
-    def kernels(self) -> str:
-        """A description of the models' kernels."""
-        return self._prepared.models.kernels.about
-
-    @property
-    def vocab_size(self) -> int:
-        """The target's vocabulary size."""
-        return self._prepared.resolved.target.vocab_size
-
-    @property
-    def quantised(self) -> tuple[str, ...]:
-        """Descriptions of how quantised weights are stored in memory."""
-        return self._prepared.models.quantised
+        models = self._prepared.models
+        self.device, self.vocab_size = self._prepared.device, self._prepared.resolved.target.vocab_size
+        self.dtype, self.kernels, self.quantised = models.dtype, models.kernels.about, models.quantised
 
     def engine(
         self, config: EngineConfig, wrap: Wrap | None = None, held: Sequence[Sequence[int]] = ()

@@ -1,12 +1,13 @@
 """The counters of each rank of a server, read from its `/metrics` page."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.bench.report import table
+from cluster.bench.report import records
 from cluster.bench.streams import page
 
 
@@ -44,12 +45,10 @@ def read_ranks(port: int) -> dict[int, RankCounts]:
 
 def counts_of(page: str) -> dict[int, RankCounts]:
     """Return the counters on a Prometheus page, by rank."""
-    found: dict[int, dict[str, int]] = {}
-    for family in text_string_to_metric_families(page):
-        for sample in family.samples:
-            if sample.name in SERIES:
-                of_rank = found.setdefault(int(sample.labels["rank"]), {})
-                of_rank[SERIES[sample.name]] = of_rank.get(SERIES[sample.name], 0) + int(sample.value)
+    found: dict[int, Counter[str]] = {}
+    for sample in (each for family in text_string_to_metric_families(page) for each in family.samples):
+        if sample.name in SERIES:
+            found.setdefault(int(sample.labels["rank"]), Counter())[SERIES[sample.name]] += int(sample.value)
     return {rank: RankCounts(**found[rank]) for rank in sorted(found)}
 
 
@@ -70,5 +69,4 @@ def by_rank(ranks: Mapping[int, RankCounts]) -> list[dict[str, Any]]:
 
 def rank_table(ranks: Mapping[int, RankCounts]) -> str:
     """Return a table with one line per rank."""
-    rows = [list(row.values()) for row in by_rank(ranks)]
-    return table(("rank", "requests", "tokens", "accept length", "padded rows"), rows)
+    return records([{name.replace("_", " "): value for name, value in row.items()} for row in by_rank(ranks)])

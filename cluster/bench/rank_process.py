@@ -3,42 +3,41 @@
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from cluster.bench.ranks import RankRequest, RankRun, StepRecord
 from cluster.bench.runs import params_of
-from cluster.bench.simulated_device import simulate
 from cluster.bench.streams import HOST
 from cluster.config import EngineConfig
 from cluster.distributed.mesh import Rendezvous
 from cluster.engine import Engine, build_rank
 from cluster.request import Request
 
+Prepare = Callable[[Engine, EngineConfig, Mapping[str, Any]], dict[str, list[float]]]
+"""Changes an engine before a case, given its config and the case's `options`; returns lists for `RankRun.recorded`."""
 
-def main(rank: int) -> None:
-    """Run cases until stdin ends."""
+
+def main(rank: int, prepare: Prepare = lambda *_: {}) -> None:
+    """Run cases until stdin ends. `prepare` changes the engine of each case."""
     for line in sys.stdin:
         message = json.loads(line)
         try:
-            answer = asdict(_live(rank, Rendezvous(HOST, message["port"], message["epoch"]), message["case"]))
+            answer = asdict(_live(rank, Rendezvous(HOST, message["port"], message["epoch"]), message["case"], prepare))
         except Exception as error:  # the parent process reports any failure
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), flush=True)
 
 
-def _live(rank: int, rendezvous: Rendezvous, case: Mapping[str, Any]) -> RankRun:
+def _live(rank: int, rendezvous: Rendezvous, case: Mapping[str, Any], prepare: Prepare) -> RankRun:
     config = EngineConfig.from_kwargs(case["settings"])
     engine = build_rank(config, rank, rendezvous if config.tp_size > 1 else None)
     assert isinstance(engine, Engine), "only ranks that take requests are measured"
-    device = None
-    if case["device_ms"]:
-        device = simulate(engine, case["device_ms"] / 1e3, config.max_running_requests, config.overlap)
+    recorded = prepare(engine, config, case["options"])
     try:
         life = _steps(engine, case)
-        if device is not None:
-            life.device_gaps, life.device_waits, life.device_sends = device.gaps, device.waited, device.sent
+        life.recorded = recorded
         return life
     except BaseException as error:
         engine.close(f"{type(error).__name__}: {error}")

@@ -25,8 +25,7 @@ CHUNK_ROWS = 512
 @dataclass(frozen=True, slots=True)
 class Size:
     """The size of a measurement, with `requests` per rank. Prefill interference has a prompt of `long_tokens`, other
-    requests that generate `steady_tokens`, and a run for each `prefill_share` in `shares`. The simulation of routing
-    has `routed` requests.
+    requests that generate `steady_tokens`, and a run for each `prefill_share` in `shares`.
     """
 
     requests: int = 4
@@ -35,11 +34,10 @@ class Size:
     long_tokens: int = 8192
     steady_tokens: int = 384
     shares: tuple[float, ...] = (0.25, 0.5, 0.75)
-    routed: int = 800
     repeats: int = 3
 
 
-QUICK = Size(2, new_tokens=12, long_tokens=1024, steady_tokens=48, shares=(0.5,), routed=60, repeats=1)
+QUICK = Size(2, new_tokens=12, long_tokens=1024, steady_tokens=48, shares=(0.5,), repeats=1)
 
 
 def settings_of(pair: Pair, requests: int, world: int, **more: object) -> dict[str, Any]:
@@ -76,13 +74,13 @@ class RankRequest:
 @dataclass(frozen=True, slots=True)
 class Case:
     """One run of a gang. The run ends when request `until` has ended; if `until` is empty, when all requests have
-    ended. If `device_ms` is not 0, steps run on a simulated device and each takes `device_ms`.
+    ended. `options` are for another program than `rank_process`.
     """
 
     settings: Mapping[str, Any]
     jobs: Sequence[RankRequest]
     until: str = ""
-    device_ms: float = 0.0
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,17 +105,14 @@ class StepRecord:
 class RankRun:
     """The record of one rank: its steps; and by request, the time of submission, the times of outputs, and the tokens.
 
-    `device_gaps`, `device_waits` and `device_sends` are the lists `gaps`, `waited` and `sent` of a `SimulatedDevice`;
-    without a simulated device they are empty.
+    `recorded`: lists of seconds that another program than `rank_process` adds, by name.
     """
 
     steps: list[StepRecord] = field(default_factory=list)
     submitted: dict[str, float] = field(default_factory=dict)
     times: dict[str, list[float]] = field(default_factory=dict)
     tokens: dict[str, list[int]] = field(default_factory=dict)
-    device_gaps: list[float] = field(default_factory=list)
-    device_waits: list[float] = field(default_factory=list)
-    device_sends: list[float] = field(default_factory=list)
+    recorded: dict[str, list[float]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, answer: Mapping[str, Any]) -> Self:
@@ -128,8 +123,9 @@ class RankRun:
 class RankProcesses:
     """The processes of `world` ranks. `run` sends a case to the first `tp_size` of them."""
 
-    def __init__(self, world: int) -> None:
-        self.world = world
+    def __init__(self, world: int, program: str = "cluster.bench.rank_process") -> None:
+        """`program` is the module that each process runs. It calls `rank_process.main`."""
+        self.world, self._program = world, program
         self._epoch = 0
         self._processes: list[subprocess.Popen[str]] = []
 
@@ -143,7 +139,7 @@ class RankProcesses:
         for rank in range(self.world):
             self._processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", "cluster.bench.rank_process", str(rank)],
+                    [sys.executable, "-m", self._program, str(rank)],
                     cwd=CHECKOUT,  # makes the package importable even if it is not installed
                     env=environment,
                     stdin=subprocess.PIPE,

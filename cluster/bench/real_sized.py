@@ -81,7 +81,17 @@ def show(rows: list[dict[str, Any]]) -> str:
 
 def goals(rows: list[dict[str, Any]]) -> list[Goal]:
     """Return the goals: the time that a grammar adds to a request and to a step, and the bytes of a sent grammar."""
-    return [goal for row in rows for goal in _goals(row)]
+    found = []
+    for row in rows:
+        for name, each in row["requests"].items():
+            for what, goal in (("first", GOAL_FIRST_S), ("known", GOAL_KNOWN_S)):
+                found.append(Goal(f"{row['ids']} ids, {name}, {what}, s", each[what], goal))
+        for name, count in row["bytes"].items():
+            found.append(Goal(f"{row['ids']} ids, {name}, bytes to a rank", count, GOAL_BYTES, slack=1))
+        found.append(
+            Goal(f"{row['ids']} ids, a step of {BATCH} with grammars, times one without", row["step"], GOAL_STEP)
+        )
+    return found
 
 
 def schema_of(count: int, mark: str = "field") -> dict[str, Any]:
@@ -89,15 +99,6 @@ def schema_of(count: int, mark: str = "field") -> dict[str, Any]:
     names = [f"{mark}_{at}" for at in range(count)]
     members = {name: FIELDS[at % len(FIELDS)] for at, name in enumerate(names)}
     return {"type": "object", "properties": members, "required": names, "additionalProperties": False}
-
-
-def _goals(row: Mapping[str, Any]) -> Iterator[Goal]:
-    for name, each in row["requests"].items():
-        for what, goal in (("first", GOAL_FIRST_S), ("known", GOAL_KNOWN_S)):
-            yield Goal(f"{row['ids']} ids, {name}, {what}, s", each[what], goal)
-    for name, count in row["bytes"].items():
-        yield Goal(f"{row['ids']} ids, {name}, bytes to a rank", count, GOAL_BYTES, slack=1)
-    yield Goal(f"{row['ids']} ids, a step of {BATCH} with grammars, times one without", row["step"], GOAL_STEP)
 
 
 def _measured(ids: int, size: Size, say: Say) -> dict[str, Any]:

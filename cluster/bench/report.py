@@ -30,6 +30,12 @@ def records(rows: Sequence[Mapping[str, object]]) -> str:
     return table(list(rows[0]), [list(row.values()) for row in rows])
 
 
+def columns(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str], whole: Sequence[str] = ()) -> str:
+    """Return a table of some values of each row. `keys` maps headers to keys; numbers under `whole` are rounded."""
+    cells = [[round(row[key]) if header in whole else row[key] for header, key in keys.items()] for row in rows]
+    return table(list(keys), cells)
+
+
 def median(values: Sequence[float]) -> float:
     """Return the median, or 0.0 without values."""
     return statistics.median(values) if values else 0.0

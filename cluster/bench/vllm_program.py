@@ -27,7 +27,8 @@ def repair() -> None:
         return
     import torch
 
-    def expand(output: Any, given: Any, ends: Any, replaced: Any, by: Any, *sizes: Any, **size: Any) -> None:
+    def expand(output: Any, given: Any, ends: Any, *rest: Any, **sizes: Any) -> None:
+        replaced, by = rest[:2]
         counts = torch.diff(ends, prepend=ends.new_zeros(1))
         output.copy_(torch.where(given == replaced, by, given).repeat_interleave(counts))
 

@@ -33,6 +33,17 @@ class Reply:
     error: str = ""
 
     @property
+    def complete(self) -> bool:
+        """Whether everything was received and no event was an error."""
+        return self.whole and not self.failure and not self.error
+
+    @property
+    def retry_after_s(self) -> float | None:
+        """The seconds of the header Retry-After, or None without one."""
+        said = self.headers.get("retry-after", "")
+        return float(said) if said.isdigit() else None
+
+    @property
     def is_json(self) -> bool:
         """Whether the body is a JSON object with the content type of JSON."""
         try:

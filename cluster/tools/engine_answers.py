@@ -11,13 +11,14 @@ from typing import Any
 from cluster.api.core.errors import ApiError
 from cluster.api.http.api_adapters import asked_chat
 from cluster.api.http.calls import GenerateCall
-from cluster.config import ConfigError
+from cluster.config import ConfigError, EngineConfig
+from cluster.engine.build import build_engine
 from cluster.engine.engine import Engine
 from cluster.offline.interrupts import interrupt_held
 from cluster.offline.local_model import LocalModel
 from cluster.offline.stepping import steps
 from cluster.tools.answers import AnswerPart
-from cluster.tools.local_engine import engine_of
+from cluster.tools.engine_flags import engine_settings
 
 
 class EngineAnswers:
@@ -69,4 +70,4 @@ def engine_answers(args: argparse.Namespace) -> EngineAnswers:
     Raises:
         ConfigError: a setting cannot be honoured, or the model cannot chat.
     """
-    return EngineAnswers(engine_of(args, args.dir))
+    return EngineAnswers(build_engine(EngineConfig.from_kwargs(engine_settings(args, args.dir))))

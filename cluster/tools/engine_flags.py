@@ -1,8 +1,9 @@
-"""The flags of commands that run their own engine, and their conversion to settings. Does not import torch."""
+"""The flags of commands that run or describe an engine, and their conversion to settings. Does not import torch."""
 
 import argparse
+from typing import Any
 
-from cluster.config import CACHES, ConfigError
+from cluster.config import CACHES, DRAFT_FACTS, ConfigError
 
 TREE = (
     ("num_steps", "speculative_num_steps", "depth of the tree"),
@@ -54,3 +55,26 @@ def engine_settings(args: argparse.Namespace, model: str) -> dict[str, object]:
     elif not args.draft and any(getattr(args, flag) for flag, _, _ in TREE):
         raise ConfigError("--num-steps, --topk and --num-draft-tokens need --draft")
     return settings
+
+
+def add_override_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare --draft-override, the form of the setting `speculative_draft_overrides` on a command line."""
+    parser.add_argument(
+        "--draft-override", action="append", default=[], metavar="FACT=VALUE", help=f"one of {', '.join(DRAFT_FACTS)}"
+    )
+
+
+def overrides_of(words: list[str]) -> dict[str, Any]:
+    """Return `fact=value` arguments as a value of `speculative_draft_overrides`.
+
+    Raises:
+        ConfigError: a fact is unknown or does not take the value.
+    """
+    made: dict[str, Any] = {}
+    for word in words:
+        fact, _, value = word.partition("=")
+        values = {str(v).lower(): v for v in DRAFT_FACTS.get(fact, ())}
+        if value.lower() not in values:
+            raise ConfigError(f"--draft-override {word!r}: {fact!r} takes {list(values)}; facts: {list(DRAFT_FACTS)}")
+        made[fact] = values[value.lower()]
+    return made

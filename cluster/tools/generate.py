@@ -7,13 +7,13 @@ import time
 from itertools import chain
 
 from cluster.arch.hub.names import HUB_NAME
-from cluster.config import ConfigError
+from cluster.config import ConfigError, EngineConfig
+from cluster.engine.build import build_engine
 from cluster.engine.engine import Engine
 from cluster.offline.stepping import steps
 from cluster.request import Request, RequestParams, SequenceOutput, signed_seed
 from cluster.tokenizer.tokenizer import StoppedText
-from cluster.tools.engine_flags import add_engine_arguments
-from cluster.tools.local_engine import engine_of
+from cluster.tools.engine_flags import add_engine_arguments, engine_settings
 from cluster.tools.terminal import Screen
 
 MAX_TOKENS = 128
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     if args.max_tokens is not None and args.max_tokens < 1:
         raise ValueError(f"max_tokens must be at least 1, got {args.max_tokens}")
     model, text = _model_and_text(args)
-    engine = engine_of(args, model)
+    engine = build_engine(EngineConfig.from_kwargs(engine_settings(args, model)))
     prompt = _prompt_ids(args, model, text, engine)
     room = engine.info().max_request_tokens - len(prompt)
     params = RequestParams(

@@ -18,7 +18,7 @@ from cluster.arch.hub.names import HUB_NAME, hub_model
 from cluster.arch.hub.outline import outline
 from cluster.arch.hub.snapshot import resolved
 from cluster.config import CACHES, ConfigError
-from cluster.tools.overrides import add_override_argument, overrides_of
+from cluster.tools.engine_flags import add_override_argument, overrides_of
 from cluster.tools.summary import ASSUMED_DEVICE, Report, summary
 
 DRIVERS = ("/dev/nvidiactl", "/dev/dxg")  # device files of NVIDIA's driver: Linux, and Windows Subsystem for Linux
@@ -88,10 +88,9 @@ def _report(args: argparse.Namespace, overrides: dict[str, Any] | None, device: 
         report = summary(args.path, args.dtype, device, args.kv_cache_dtype)
         if report is not None:
             return report
-    inspect = importlib.import_module("cluster.tools.tensor_report").inspect
-    settings = (overrides, args.token_map)
-    how = args.tp, args.dp, args.ep, args.dtype, settings, device, args.kv_cache_dtype
-    found: Report = inspect(args.path, args.draft, *how)
+    module = importlib.import_module("cluster.tools.tensor_report")
+    setup = module.ServingSetup(args.tp, args.dp, args.ep, args.dtype, device, args.kv_cache_dtype)
+    found: Report = module.inspect(args.path, args.draft, setup, (overrides, args.token_map))
     return found
 
 

@@ -14,7 +14,7 @@ from cluster.arch.keys import check_folder
 from cluster.config import ConfigError, EngineConfig
 from cluster.engine.build import build_engine
 from cluster.spec.inputs import EagleDraftInput
-from cluster.tools.overrides import add_override_argument, overrides_of
+from cluster.tools.engine_flags import add_override_argument, overrides_of
 
 TOKENS = 24
 CLEAR = math.log(0.55)  # a probability above one half, with a margin for rounding

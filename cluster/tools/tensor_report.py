@@ -3,7 +3,7 @@
 The loading code builds the models on torch's meta device, so the report says exactly what loading would do.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import prod
@@ -146,61 +146,75 @@ class RankSetup:
         return context if self.device == "cuda" else replace(context, kernels=OnCpu())
 
 
-def inspect(
-    path: str,
-    draft: str | None,
-    tp: int = 1,
-    dp: int = 1,
-    ep: int = 1,
-    dtype: str = "auto",
-    settings: Settings = (None, None),
-    device: str = ASSUMED_DEVICE,
-    cache: str = "auto",
-) -> Report:
-    """Report how the target in `path` and the draft in `draft` would be served by `tp` ranks in `dp` attention groups,
-    with experts in `ep` parts. The figures per rank are those of rank 0, except that the experts are those of the rank
-    with the most experts.
+@dataclass(frozen=True, slots=True)
+class ServingSetup:
+    """How a model would be served: by `tp` ranks in `dp` attention groups, with experts in `ep` parts, on `device`.
+    `cache` is the setting `kv_cache_dtype`.
+    """
 
-    `cache` is the setting `kv_cache_dtype`. If the target is recognised but cannot be served, only the draft is
-    reported.
+    tp: int = 1
+    dp: int = 1
+    ep: int = 1
+    dtype: str = "auto"
+    device: str = ASSUMED_DEVICE
+    cache: str = "auto"
+
+    @property
+    def sharding(self) -> Sharding:
+        """The shards of rank 0, except that the experts are those of the rank with the most experts.
+
+        Raises:
+            ConfigError: `dp` or `ep` does not divide `tp`.
+        """
+        for flag, parts in (("dp", self.dp), ("ep", self.ep)):
+            if self.tp % parts:
+                raise ConfigError(f"--{flag} {parts} must divide --tp {self.tp}")
+        attention = Shard(0, self.tp // self.dp)
+        return Sharding(attention, Shard(0, self.tp), attention, Shard(self.ep - 1, self.ep))
+
+    def rank_of(self, arch: TargetArch) -> RankSetup:
+        """Return how a rank computes this target, or a draft of it."""
+        compute = DTYPES[compute_dtype(arch, self.dtype, self.device)]
+        return RankSetup(compute, self.device, self.sharding, self.cache == "fp8_e4m3")
+
+
+def inspect(
+    path: str, draft: str | None, setup: ServingSetup = ServingSetup(), settings: Settings = (None, None)
+) -> Report:
+    """Report how the target in `path` and the draft in `draft` would be served; figures per rank are those of
+    `ServingSetup.sharding`. If the target is recognised but cannot be served, only the draft is reported.
 
     Raises:
         ConfigError: `dp` or `ep` does not divide `tp`.
     """
-    report = Report()
-    if tp % dp:
-        raise ConfigError(f"--dp {dp} must divide --tp {tp}")
-    if tp % ep:
-        raise ConfigError(f"--ep {ep} must divide --tp {tp}")
-    sharding = Sharding(Shard(0, tp // dp), Shard(0, tp), Shard(0, tp // dp), Shard(ep - 1, ep))
-    place_of_model = partial(_place, sharding, dtype, device, cache)
+    report, sharding = Report(), setup.sharding
     try:
         arch = read_target(path)
         moe = experts_of(arch.layers)
         if moe is not None or draft is None:
-            check_parts(ep, moe)
-        place = place_of_model(arch)
+            check_parts(setup.ep, moe)
+        place = setup.rank_of(arch)
         taken = _target(report, path, arch, place)
         layers = [local_heads(g, sharding.attention) for g in arch.layers]
     except ConfigError as error:
         report.problems.append(str(error))
         if draft is not None:
-            _alone(report, path, draft, place_of_model, settings)
+            _alone(report, path, draft, setup, settings)
         return report
     report.memory = {
-        "tp": tp,
-        "dp": dp,
-        "ep": ep,
+        "tp": setup.tp,
+        "dp": setup.dp,
+        "ep": setup.ep,
         "dtype": str(place.dtype).removeprefix("torch."),
-        "kv_cache_dtype": str(place.dtype).removeprefix("torch.") if cache == "auto" else cache,
-        "device": device,
+        "kv_cache_dtype": str(place.dtype).removeprefix("torch.") if setup.cache == "auto" else setup.cache,
+        "device": setup.device,
         "target_bytes_per_rank": taken,
         "draft_bytes_per_rank": 0,
         "kv_bytes_per_token": pool_bytes(layers, place.dtype, place.fp8_cache),
     }
     report.features = features_of(arch)
-    if moe is not None and tp > 1:
-        report.features["experts_on"] = where_experts_are(moe, ep, tp)
+    if moe is not None and setup.tp > 1:
+        report.features["experts_on"] = where_experts_are(moe, setup.ep, setup.tp)
     if draft is not None:
         try:
             _draft(report, draft, arch, place, settings)
@@ -209,13 +223,7 @@ def inspect(
     return report
 
 
-def _place(sharding: Sharding, dtype: str, device: str, cache: str, arch: TargetArch) -> RankSetup:
-    return RankSetup(DTYPES[compute_dtype(arch, dtype, device)], device, sharding, cache == "fp8_e4m3")
-
-
-def _alone(
-    report: Report, path: str, draft: str, place_of_model: Callable[[TargetArch], RankSetup], settings: Settings
-) -> None:
+def _alone(report: Report, path: str, draft: str, setup: ServingSetup, settings: Settings) -> None:
     """Report the draft of a target that is recognised but cannot be served. The memory covers the draft only."""
     try:
         arch = outline(path)
@@ -224,7 +232,7 @@ def _alone(
         report.target = {"folder": path, "family": arch.family, "served": False, "tensors": []}
         report.memory = {"draft_bytes_per_rank": 0, "kv_bytes_per_token": 0}
         report.features = {"checked": "the draft alone"}
-        _draft(report, draft, arch, place_of_model(arch), settings)
+        _draft(report, draft, arch, setup.rank_of(arch), settings)
     except ConfigError as error:
         if str(error) not in report.problems:
             report.problems.append(str(error))

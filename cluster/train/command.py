@@ -40,19 +40,9 @@ class TrainPlan:
 
 def quick_plan(out: Path, work: Path, layers: int) -> TrainPlan:
     """Return the plan of a run that takes seconds: models too small to predict text, but in the real formats."""
-    target = TargetRecipe(
-        vocab_size=512, hidden_size=32, layers=4, heads=4, kv_heads=2, head_dim=8, intermediate_size=48, length=64
-    )
-    shape = DraftShape(
-        vocab_size=512,
-        draft_vocab_size=256,
-        hidden_size=32,
-        heads=4,
-        kv_heads=2,
-        head_dim=8,
-        intermediate_size=48,
-        aux_layer_ids=(0, 1, 2),
-    )
+    sizes = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "heads": 4, "kv_heads": 2, "head_dim": 8}
+    target = TargetRecipe(**sizes, layers=4, length=64)
+    shape = DraftShape(**sizes, draft_vocab_size=256, aux_layer_ids=(0, 1, 2))
     draft = DraftRecipe(
         shape=shape, prompt_length=16, sample_length=16, samples=8, sample_batch=4, length=64, tokens_per_step=256
     )
@@ -82,17 +72,8 @@ def plan_of(args: argparse.Namespace) -> TrainPlan:
     if args.quick:
         return quick_plan(args.out or Path("runs/quick/out"), args.work or Path("runs/quick/work"), args.mtp_layers)
     out, work = args.out or Path("models/demo"), args.work or Path("runs/demo")
-    return TrainPlan(
-        out,
-        work,
-        args.minutes_target,
-        args.minutes_draft,
-        TargetRecipe(),
-        DraftRecipe(),
-        MtpRecipe(args.mtp_layers, steps=args.mtp_steps),
-        prompts=40,
-        files=None,
-    )
+    recipes = TargetRecipe(), DraftRecipe(), MtpRecipe(args.mtp_layers, steps=args.mtp_steps)
+    return TrainPlan(out, work, args.minutes_target, args.minutes_draft, *recipes, prompts=40, files=None)
 
 
 def run(args: argparse.Namespace) -> int:

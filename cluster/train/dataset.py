@@ -87,6 +87,13 @@ class Windows:
         return torch.stack(rows)
 
 
+def rows_of(step: int, count: int, batch: int, seed: int) -> torch.Tensor:
+    """Return which of `count` rows the step reads, [batch]. Every epoch shuffles the rows anew."""
+    epoch, index = divmod(step, max(1, count // batch))
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
+    return order[index * batch : (index + 1) * batch]
+
+
 def with_repeats(ids: torch.Tensor, share: float, seed: int) -> torch.Tensor:
     """Return a copy of the batch [B, T] in which the first `share` of the rows repeat their own beginning.
 

@@ -8,7 +8,7 @@ from torch.nn import functional
 from transformers import LlamaForCausalLM
 
 from cluster.train.acceptance import Acceptance, AcceptanceProbe
-from cluster.train.dataset import Ids, Windows
+from cluster.train.dataset import Ids, Windows, rows_of
 from cluster.train.eagle3 import DraftShape, Eagle3TrainingDraft
 from cluster.train.loop import TrainingRun, train_for
 from cluster.train.optimizer import Optimizers
@@ -137,11 +137,7 @@ class DraftText:
         rounds, turn = divmod(step, 4)
         if turn == 3:
             return self.windows(rounds)
-        per_epoch = max(1, len(self.samples) // self.rows)
-        epoch, index = divmod(3 * rounds + turn, per_epoch)
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-        order = torch.randperm(len(self.samples), generator=generator)
-        return self.samples[order[index * self.rows : (index + 1) * self.rows]]
+        return self.samples[rows_of(3 * rounds + turn, len(self.samples), self.rows, self.seed)]
 
 
 def sample_text(target: LlamaForCausalLM, train: Ids, recipe: DraftRecipe, cache: Path) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 from transformers import LlamaForCausalLM
 
-from cluster.train.dataset import Ids, Windows
+from cluster.train.dataset import Ids, Windows, rows_of
 from cluster.train.draft import DraftRecipe, chain_loss, sample_text
 from cluster.train.loop import TrainingRun, train_for
 from cluster.train.mtp import MtpDraft, MtpShape
@@ -74,12 +74,9 @@ def train_mtp(recipe: MtpRecipe, target: LlamaForCausalLM, train: Ids, *, work: 
     torch.manual_seed(given.seed)
     draft = MtpDraft(MtpShape(given.shape, recipe.layers, len(target.model.layers)), target)
     batch = max(1, given.tokens_per_step // text.ids.shape[1])
-    per_epoch = max(1, len(text.ids) // batch)
 
     def loss_at(step: int) -> torch.Tensor:
-        epoch, index = divmod(step, per_epoch)
-        order = torch.randperm(len(text.ids), generator=torch.Generator().manual_seed(given.seed * 1_000_003 + epoch))
-        return mtp_loss(draft, target, text(order[index * batch : (index + 1) * batch]), recipe)
+        return mtp_loss(draft, target, text(rows_of(step, len(text.ids), batch, given.seed)), recipe)
 
     train_for(
         TrainingRun(f"mtp {recipe.layers}", work / f"mtp-{recipe.layers}.pt", steps=recipe.steps),

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from cluster.engine import build_engine
 from cluster.kernels.torch_kernels import TorchKernels
 from cluster.request import Request
-from cluster.tools.tensor_report import inspect
+from cluster.tools.tensor_report import ServingSetup, inspect
 from tests.families import LAYERS, VOCAB, made
 from tests.parity import harness
 from tests.parity.drafts import Texts, correct
@@ -105,7 +105,7 @@ def test_the_targets_text_is_that_of_transformers(family: str) -> None:
 @pytest.mark.parametrize("family", TARGETS)
 def test_inspect_tells_target_and_draft_apart(family: str) -> None:
     folder = checkpoint(family)
-    report, tensors = inspect(folder, folder, tp=2), load_file(Path(folder) / "model.safetensors")
+    report, tensors = inspect(folder, folder, ServingSetup(tp=2)), load_file(Path(folder) / "model.safetensors")
     assert report.problems == []
     assert report.draft is not None
     assert report.features["speculation"] == "NEXTN"

@@ -9,7 +9,6 @@ from typing import Any
 
 from cluster.arch.draft.spec import ResolvedFact
 from cluster.arch.keys import ConfigKeys
-from cluster.config import ConfigError
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 OVERRIDE = "speculative_draft_overrides"
@@ -90,13 +89,12 @@ def aux_boundaries(
         ids = [i + 1 for i in ids]
     count = data.get("num_aux_hidden_states")
     if count is not None and count != len(ids):
-        raise ConfigError(
-            f"config.json of {where!r}: num_aux_hidden_states is {count} but {len(ids)} aux layers are named; "
-            f"list them in eagle_config.{IDS}"
+        raise keys.error(
+            f"num_aux_hidden_states is {count} but {len(ids)} aux layers are named; list them in eagle_config.{IDS}"
         )
     if not ids or sorted(set(ids)) != ids or ids[0] < 0 or ids[-1] > target_layers:
-        raise ConfigError(
-            f"config.json of {where!r}: {IDS} give boundaries {ids}, which must ascend within the target's 0 to "
+        raise keys.error(
+            f"{IDS} give boundaries {ids}, which must ascend within the target's 0 to "
             f"{target_layers}; set {OVERRIDE}: {{aux_numbering: outputs or boundaries}} to say how ids are numbered"
         )
     return tuple(ids)

@@ -94,7 +94,7 @@ def _latent(params: ConfigKeys, plain: TargetArch) -> LayerGeometry:
         "rope_theta": g.rope.theta,
         "n_routed_experts": 8,
     }
-    layer = latent_geometry(ConfigKeys(data, params.where, "params.json"))
+    layer = latent_geometry(params.having(data))
     if yarn is None:
         return layer
     grown = yarn.attention if params.section("yarn").flag("apply_scale", True) else 1.0

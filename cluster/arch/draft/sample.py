@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple, TypeGuard
 
 from cluster.arch.keys import ConfigKeys, read_json
-from cluster.config import ConfigError
 
 FILE = "draft_sample.json"
 
@@ -37,13 +36,13 @@ def read_sample(folder: str, vocab_size: int, width: int) -> Sample | None:
     tokens, hidden = keys.numbers("tokens"), keys.data.get("hidden")
     token, logprob = keys.data.get("token"), keys.data.get("logprob")
     if not tokens or type(token) is not int or not all(0 <= one < vocab_size for one in [*tokens, token]):
-        raise ConfigError(f"{FILE} of {folder!r}: tokens and token must be ids below the vocabulary's {vocab_size}")
+        raise keys.error(f"tokens and token must be ids below the vocabulary's {vocab_size}")
     if not isinstance(hidden, list) or not all(map(_finite, hidden)):
-        raise ConfigError(f"{FILE} of {folder!r}: hidden must list numbers")
+        raise keys.error("hidden must list numbers")
     if len(hidden) != width or not any(hidden):
-        raise ConfigError(f"{FILE} of {folder!r}: hidden must hold the draft's {width} numbers, got {len(hidden)}")
+        raise keys.error(f"hidden must hold the draft's {width} numbers, got {len(hidden)}")
     if not _finite(logprob) or logprob > 0:
-        raise ConfigError(f"{FILE} of {folder!r}: logprob must be a number of at most 0, got {logprob!r}")
+        raise keys.error(f"logprob must be a number of at most 0, got {logprob!r}")
     return Sample(tuple(tokens), tuple(map(float, hidden)), token, float(logprob))
 
 

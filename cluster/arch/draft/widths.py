@@ -76,7 +76,7 @@ def is_latent(shapes: Shapes, prefix: str) -> bool:
 def latent_geometry(keys: ConfigKeys, dense: bool = True) -> LayerGeometry:
     """Return one layer of latent attention as DeepSeek-V3 configures it, with a dense MLP or with experts."""
     data = dict(keys.data) | {"num_hidden_layers": 1, "first_k_dense_replace": int(dense)}
-    return deepseek_v3(ConfigKeys(data, keys.where, keys.file)).layer
+    return deepseek_v3(keys.having(data)).layer
 
 
 def windows_of(keys: ConfigKeys, geometry: LayerGeometry, count: int, facts: FactResolver) -> tuple[LayerGeometry, ...]:

@@ -6,7 +6,6 @@ from cluster.arch.keys import ConfigKeys
 from cluster.arch.layer import Latent, Moe, geometry_of
 from cluster.arch.rope import mscale, scaling_of
 from cluster.arch.target import TargetArch, target_of
-from cluster.config import ConfigError
 
 NAMES = ((r"\.mlp\.router\.correction$", ".mlp.gate.e_score_correction_bias"), (r"\.mlp\.router\.", ".mlp.gate."))
 
@@ -14,7 +13,7 @@ NAMES = ((r"\.mlp\.router\.correction$", ".mlp.gate.e_score_correction_bias"), (
 def deepseek_v3(keys: ConfigKeys) -> TargetArch:
     """Return the target of `DeepseekV3ForCausalLM`. Layers from `num_hidden_layers` on are MTP drafts."""
     if not keys.flag("rope_interleave", True):
-        raise ConfigError(f"{keys.file} of {keys.where!r}: rope_interleave false is not served")
+        raise keys.error("rope_interleave false is not served")
     count = keys.integer("num_hidden_layers")
     latent = Latent(
         q_rank=None if keys.data.get("q_lora_rank") is None else keys.integer("q_lora_rank"),
@@ -25,12 +24,12 @@ def deepseek_v3(keys: ConfigKeys) -> TargetArch:
     )
     data = dict(keys.data) | {"num_key_value_heads": 1, "head_dim": latent.kv_rank + latent.rope}
     if latent.rope % 2 or data["head_dim"] % 2:
-        raise ConfigError(f"{keys.file} of {keys.where!r}: qk_rope_head_dim and kv_lora_rank must be even")
+        raise keys.error("qk_rope_head_dim and kv_lora_rank must be even")
     scaling = scaling_of(keys)
     scale = float((latent.nope + latent.rope) ** -0.5)
     if scaling.data.get("mscale_all_dim"):
         scale *= mscale(scaling.number("factor", 1.0), scaling.number("mscale_all_dim", 1.0)) ** 2
-    dense = replace(geometry_of(ConfigKeys(data, keys.where, keys.file)), latent=latent, scale=scale)
+    dense = replace(geometry_of(keys.having(data)), latent=latent, scale=scale)
     moe = grouped_experts(keys)
     first = keys.data.get("first_k_dense_replace")
     first = 3 if first is None else first
@@ -64,8 +63,8 @@ def grouped_experts(keys: ConfigKeys) -> Moe:
         shared=width * keys.integer("n_shared_experts", 1),
     )
     if moe.experts % moe.groups or moe.top_groups > moe.groups:
-        raise ConfigError(
-            f"{keys.file} of {keys.where!r}: {moe.experts} experts cannot be split into n_group {moe.groups} groups, "
+        raise keys.error(
+            f"{moe.experts} experts cannot be split into n_group {moe.groups} groups, "
             f"of which topk_group {moe.top_groups} are chosen"
         )
     return moe

@@ -6,7 +6,6 @@ from cluster.arch.keys import ConfigKeys
 from cluster.arch.layer import geometry_of, sliding
 from cluster.arch.rope import Rope, rope_of
 from cluster.arch.target import TargetArch, target_of
-from cluster.config import ConfigError
 
 NAMES = (
     (r"\.after_attention\.", ".post_attention_layernorm."),
@@ -28,7 +27,7 @@ def gemma3(keys: ConfigKeys) -> TargetArch:
     count = keys.integer("num_hidden_layers")
     for key in ("attn_logit_softcapping", "use_bidirectional_attention"):
         if keys.data.get(key):
-            raise ConfigError(f"{keys.file} of {keys.where!r}: {key} {keys.data[key]!r} is not served")
+            raise keys.error(f"{key} {keys.data[key]!r} is not served")
     full = keys.over(DEFAULTS)
     every = keys.integer("sliding_window_pattern", 6)
     which = sliding(keys, count, [(i + 1) % every != 0 for i in range(count)])
@@ -63,4 +62,4 @@ def _local_rope(keys: ConfigKeys) -> Rope:
 
 
 def _without(keys: ConfigKeys, *names: str) -> ConfigKeys:
-    return ConfigKeys({name: given for name, given in keys.data.items() if name not in names}, keys.where, keys.file)
+    return keys.having({name: given for name, given in keys.data.items() if name not in names})

@@ -28,7 +28,7 @@ def mistral(keys: ConfigKeys) -> TargetArch:
 
 def ministral3(keys: ConfigKeys) -> TargetArch:
     """Return the target of `Ministral3ForCausalLM`: Mistral with scaling of queries, without a default window."""
-    scaling, given = scaling_of(keys), ConfigKeys({"sliding_window": None, **keys.data}, keys.where, keys.file)
+    scaling, given = scaling_of(keys), keys.having({"sliding_window": None, **keys.data})
     grown = None
     if scaling.data.get("llama_4_scaling_beta"):
         grown = original_length(keys), scaling.number("llama_4_scaling_beta", 0.1)

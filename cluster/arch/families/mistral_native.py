@@ -6,7 +6,6 @@ from typing import Any
 from cluster.arch.keys import ConfigKeys
 from cluster.arch.layer import geometry_of, with_sliding_window
 from cluster.arch.target import TargetArch, target_of
-from cluster.config import ConfigError
 
 NAMES = (
     (r"^embed_tokens\.", "tok_embeddings."),
@@ -43,7 +42,7 @@ def mistral_native(params: ConfigKeys) -> TargetArch:
     """
     for key in NOT_SERVED:
         if params.data.get(key):
-            raise ConfigError(f"params.json of {params.where!r}: {key} is recognised and not served in this format")
+            raise params.error(f"{key} is recognised and not served in this format")
     data: dict[str, Any] = {ours: params.data[theirs] for ours, theirs in SPELLED.items() if theirs in params.data}
     data["eos_token_id"] = END_OF_TEXT
     data["max_position_embeddings"] = params.integer("max_position_embeddings", params.integer("max_seq_len", 128000))
@@ -58,7 +57,7 @@ def mistral_native(params: ConfigKeys) -> TargetArch:
         }
         if not yarn.flag("apply_scale", True):
             data["rope_scaling"]["attention_factor"] = 1.0
-    keys = ConfigKeys(data, params.where, "params.json")
+    keys = params.having(data)
     window = params.data.get("sliding_window")
     if window is not None:
         window = params.integer("sliding_window")

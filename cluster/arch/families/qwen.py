@@ -5,7 +5,6 @@ from dataclasses import replace
 from cluster.arch.keys import ConfigKeys
 from cluster.arch.layer import LayerGeometry, Moe, geometry_of, sliding, with_sliding_window
 from cluster.arch.target import TargetArch, target_of
-from cluster.config import ConfigError
 
 
 def qwen2(keys: ConfigKeys) -> TargetArch:
@@ -55,7 +54,7 @@ def qwen3_next_experts(keys: ConfigKeys) -> Moe:
     """Return Qwen3-Next's experts, scored by a softmax over all experts, and a gated shared expert for every token."""
     experts, active = keys.integer("num_experts", 512), keys.integer("num_experts_per_tok", 10)
     if active > experts:
-        raise ConfigError(f"{keys.file} of {keys.where!r}: num_experts_per_tok {active} exceeds the {experts} experts")
+        raise keys.error(f"num_experts_per_tok {active} exceeds the {experts} experts")
     return Moe(
         experts=experts,
         active=active,

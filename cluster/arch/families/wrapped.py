@@ -10,7 +10,6 @@ from cluster.arch.families.llama import llama, ministral3, mistral
 from cluster.arch.families.qwen import qwen2
 from cluster.arch.keys import ConfigKeys
 from cluster.arch.target import TargetArch
-from cluster.config import ConfigError
 
 WRAPPERS = (
     "LlavaForConditionalGeneration",
@@ -49,12 +48,10 @@ def wrapped(keys: ConfigKeys, wrapper: str) -> TargetArch:
     text = keys.section("text_config")
     kind = str(text.data.get("model_type") or "llama")
     if kind not in TEXT:
-        raise ConfigError(
-            f"{keys.file} of {keys.where!r}: {wrapper} around {kind!r} is not served; known: {', '.join(TEXT)}"
-        )
+        raise keys.error(f"{wrapper} around {kind!r} is not served; known: {', '.join(TEXT)}")
     given = {key: value for key, value in text.data.items() if value is not None or key == "sliding_window"}
     outer = {key: keys.data[key] for key in ("dtype", "torch_dtype", "eos_token_id") if keys.data.get(key) is not None}
-    inner = ConfigKeys({**DEFAULTS.get(kind, {}), **outer, **given}, keys.where, keys.file)
+    inner = keys.having({**DEFAULTS.get(kind, {}), **outer, **given})
     arch = TEXT[kind](inner)
     tied = keys.flag("tie_word_embeddings", arch.tied) if keys.data.get("tie_word_embeddings") else arch.tied
     return replace(arch, family=f"{wrapper}/{arch.family}", tied=tied, ignored=(*arch.ignored, *NOT_TEXT))

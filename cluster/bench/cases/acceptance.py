@@ -15,7 +15,7 @@ from torch import Tensor
 from cluster.bench.goals import Goal
 from cluster.bench.pair import PLAIN, Pair, TreeChoice, short_path
 from cluster.bench.reference import Transformers
-from cluster.bench.report import Say, machine, mean, ratio, records, table
+from cluster.bench.report import Say, columns, machine, mean, ratio, table
 from cluster.bench.runs import EngineRun, Texts, params_of, run_together
 from cluster.bench.watched import Reached, watched_engine
 from cluster.engine import build_engine
@@ -67,26 +67,17 @@ def goals(result: dict[str, Any]) -> list[Goal]:
 def show(result: dict[str, Any]) -> str:
     """Return the figures and goals as tables."""
     rows = [(x["name"], x["temperature"], x["accept_length"], x["goal"]) for x in result["accept_lengths"]]
-    depths = [
-        {
-            "depth": f"{d['depth']}",
-            "reached": d["reached"],
-            "coupled": d["coupled"],
-            "by probability": d["likeliest"],
-            "bound": d["bound"],
-            "of bound": f"{d['of_bound']:.0%}",
-            "top-4 coupled": d["top4_coupled"],
-            "top-4 by prob.": d["top4_likeliest"],
-        }
-        for d in result["by_depth"]
-    ]
+    depths = [d | {"depth": str(d["depth"]), "of_bound": f"{d['of_bound']:.0%}"} for d in result["by_depth"]]
+    keys = {"depth": "depth", "reached": "reached", "coupled": "coupled", "by probability": "likeliest"}
+    keys |= {"bound": "bound", "of bound": "of_bound"}
+    keys |= {"top-4 coupled": "top4_coupled", "top-4 by prob.": "top4_likeliest"}
     return "\n".join(
         [
             heading("accept length", result),
             table(("setting", "T", "accept length", "goal"), rows),
             "",
             f"acceptance by depth, {CHAIN}, T=1 (bound: sum(min(p, q)) at the same contexts)",
-            records(depths),
+            columns(depths, keys),
             f"coupled acceptance is {result['of_bound']:.1%} of the bound (goal {GOAL_OF_BOUND:.0%}); accept length "
             f"{result['accept_length_coupled']:.2f} coupled, {result['accept_length_likeliest']:.2f} by probability",
         ]

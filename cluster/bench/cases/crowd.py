@@ -11,7 +11,7 @@ from typing import Any
 
 from cluster.bench.cases.faults import prompts_of
 from cluster.bench.fault import GANG, OPEN_TOKENS, Fault, undisturbed
-from cluster.bench.report import Say, table
+from cluster.bench.report import Say, columns
 from cluster.bench.server import ServerProcess
 from cluster.bench.streams import ClientStream, errors_of, page, run_together
 
@@ -121,6 +121,6 @@ def counted(port: int, name: str) -> float:
 
 def show(result: dict[str, Any]) -> str:
     """Return the kills as a table."""
-    names = ("killed", "open", "resumed", "cut", "different", "healthy_s", "resumed_s")
-    headers = ["killed", "open then", "resumed", "cut", "different", "200 again s", "all resumed after s more"]
-    return table(headers, [[r[name] for name in names] for r in result["rounds"]])
+    keys = {"killed": "killed", "open then": "open", "resumed": "resumed", "cut": "cut", "different": "different"}
+    keys |= {"200 again s": "healthy_s", "all resumed after s more": "resumed_s"}
+    return columns(result["rounds"], keys)

@@ -9,7 +9,6 @@ import signal
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from cluster.bench.live import LiveView, short
@@ -76,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: no config is given, and this installation has no demo config.
         ServerError: the server did not start.
     """
-    signal.signal(signal.SIGTERM, _interrupted)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     began = time.monotonic()
     spec = _serve_and_stream("with speculation", args, [])
     plain = _serve_and_stream("without speculation", args, [PLAIN])
@@ -90,10 +89,6 @@ def run(args: argparse.Namespace) -> int:
             print(f"failed: {short(stream.prompt.text, NAME)}: {stream.error}")
     print(json_line(result), flush=True)
     return 0 if result["failed"] == 0 and result["identical"] else 1
-
-
-def _interrupted(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def _serve_and_stream(title: str, args: argparse.Namespace, settings: list[str]) -> Side:
@@ -122,23 +117,20 @@ def stream_rounds(port: int, title: str, max_tokens: int, rounds: int) -> Side:
 
 def compare(spec: Side, plain: Side) -> dict[str, Any]:
     """Return the figures of both sides, and where their tokens differ, JSON-ready."""
-    both, both_plain = median([pace(s) for s in spec.together]), median([pace(s) for s in plain.together])
-    one, one_plain = median([pace(s) for s in spec.alone]), median([pace(s) for s in plain.alone])
-    differences = _differences(spec, plain)
+    differences, paces = _differences(spec, plain), dict[str, float]()
+    for of, side in (("", spec), ("_plain", plain)):
+        paces[f"tokens_per_second{of}"] = median([pace(s) for s in side.together])
+        paces[f"tokens_per_second_one_stream{of}"] = median([pace(s) for s in side.alone])
+        paces[f"first_token_ms{of}"] = first_token_ms([s for streams in side.together for s in streams])
+        paces[f"startup_seconds{of}"] = side.startup_s
+    both, one = "tokens_per_second", "tokens_per_second_one_stream"
     return {
         "failed": spec.failed + plain.failed,
         "identical": not differences,
         "accept_length": accept_length(spec.streams),
-        "speedup": ratio(both, both_plain),
-        "speedup_one_stream": ratio(one, one_plain),
-        "tokens_per_second": both,
-        "tokens_per_second_plain": both_plain,
-        "tokens_per_second_one_stream": one,
-        "tokens_per_second_one_stream_plain": one_plain,
-        "first_token_ms": first_token_ms([s for streams in spec.together for s in streams]),
-        "first_token_ms_plain": first_token_ms([s for streams in plain.together for s in streams]),
-        "startup_seconds": spec.startup_s,
-        "startup_seconds_plain": plain.startup_s,
+        "speedup": ratio(paces[both], paces[f"{both}_plain"]),
+        "speedup_one_stream": ratio(paces[one], paces[f"{one}_plain"]),
+        **paces,
         "streams": len(spec.streams) + len(plain.streams),
         "processes_left": spec.left + plain.left,
         "ranks": by_rank(spec.ranks),

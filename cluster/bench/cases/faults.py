@@ -10,7 +10,7 @@ from typing import Any
 
 from cluster.bench.cases.demo import PROMPTS
 from cluster.bench.fault import GANG, OPEN_TOKENS, Fault, StreamLoad, idle_info, undisturbed
-from cluster.bench.report import Say, table
+from cluster.bench.report import Say, columns
 from cluster.bench.server import ServerProcess
 from cluster.bench.streams import Prompt, errors_of, run_together
 
@@ -126,7 +126,6 @@ def slowest(after: Sequence[dict[str, Any]], before: Sequence[dict[str, Any]]) -
 
 def show(result: dict[str, Any]) -> str:
     """Return the rounds as a table."""
-    names = ("ingress", "what", "cut", "different", "noticed_s", "unhealthy_s", "healthy_s", "named")
-    headers = ["ingress", "done", "cut", "different", "noticed s", "503 after s", "200 again s", "named"]
-    rounds = table(headers, [[r[name] for name in names] for r in result["rounds"]])
-    return f"{rounds}\n\n{result['kills']} kills, {result['streams_cut']} streams cut"
+    keys = {"ingress": "ingress", "done": "what", "cut": "cut", "different": "different", "noticed s": "noticed_s"}
+    keys |= {"503 after s": "unhealthy_s", "200 again s": "healthy_s", "named": "named"}
+    return f"{columns(result['rounds'], keys)}\n\n{result['kills']} kills, {result['streams_cut']} streams cut"

@@ -105,7 +105,6 @@ def measure(pair: Pair, size: Size = Size(), say: Say = print) -> dict[str, Any]
     return {
         "what": "grammars",
         "machine": machine(),
-        "goals": {"cost": GOAL_COST, "gain": GOAL_GAIN},
         "identical": all(row["identical"] for row in rows),
         "rows": rows,
         "real_vocabularies": real,
@@ -167,6 +166,6 @@ def show(result: dict[str, Any]) -> str:
     ]
     names = ["T", "batch", "compact", "steps/s", "accept: free", "masks", "forced", "eight"]
     names += ["forced: accept", "tokens/s", "eight: accept", "tokens/s", "same tokens"]
-    head = f"grammars: goals {result['goals']['cost']} of the steps per second without, {result['goals']['gain']} times"
+    head = f"grammars: goals {GOAL_COST} of the steps per second without, {GOAL_GAIN} times"
     real = real_sized.show(result["real_vocabularies"])
     return f"{head} the accept length\n{where['cpu']}, {where['cores']} cores\n{table(names, rows)}\n\n{real}"

@@ -9,10 +9,9 @@ measure the draft phase.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from cluster.bench import routing
 from cluster.bench.goals import Goal
 from cluster.bench.pair import Pair, short_path
 from cluster.bench.prefill_interference import Stalls, interference_goals, measured, show_stalls, stalled
@@ -122,7 +121,6 @@ def report(
         "gangs": {name: medians(of) for name, of in runs.items()},
         "same_texts": sum(same),
         "texts": len(same),
-        "routing": [asdict(row) for row in routing.compare(0, routing.Skew(requests=size.routed))],
     }
 
 
@@ -163,8 +161,6 @@ def show(result: dict[str, Any]) -> str:
             f"padding: {padding['idle_rows_share']:.1%} of the rows are idle at {result['requests_per_rank']} and 1 "
             f"requests",
             f"same tokens as one rank with all requests: {result['same_texts']} of {result['texts']} texts",
-            "",
-            routing.table_of([routing.Row(**row) for row in result["routing"]]),
         ]
     )
 

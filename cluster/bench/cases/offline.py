@@ -167,13 +167,12 @@ def show(result: dict[str, Any]) -> str:
         )
         for s in result["settings"]
     ]
-    headers = ["setting", "nodes", "accept length"]
-    for b in BATCHES:
-        headers += [f"tokens/s, batch {b}", "speedup"]
+    speeds = [header for b in BATCHES for header in (f"tokens/s, batch {b}", "speedup")]
+    headers = ["setting", "nodes", "accept length", *speeds, f"outside forwards, batch {batch}", "same tokens"]
     lines = [
         f"speculation: {result['prompts']} held-out prompts of {result['prompt_tokens']} tokens, "
         f"{result['new_tokens']} new, medians of {result['repeats']} repeats",
-        table([*headers, f"outside forwards, batch {batch}", "same tokens"], rows),
+        table(headers, rows),
         "",
     ]
     for b in BATCHES:

@@ -9,7 +9,7 @@ import asyncio
 import multiprocessing
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.bench.goals import Goal
@@ -42,37 +42,6 @@ class Size:
 QUICK = Size(max_tokens=48, max_wait_s=4.0, capacity_s=8.0, seconds=20.0, settle_s=5.0)
 
 
-@dataclass(frozen=True, slots=True)
-class One:
-    """The outcome of one request. `at`: when the request was sent, in seconds from the start of the loop. `seconds` and
-    `first_s`: from then to the end and to the first event. `whole`: the stream was complete and without an error.
-    `said`: the error.
-    """
-
-    at: float
-    status: int
-    seconds: float
-    retry_after_s: float | None
-    first_s: float | None
-    whole: bool
-    is_json: bool
-    said: str = ""
-
-
-def _one(reply: Reply, began: float) -> One:
-    retry = reply.headers.get("retry-after", "")
-    return One(
-        reply.began - began,
-        reply.status,
-        reply.seconds,
-        float(retry) if retry.isdigit() else None,
-        reply.first_s,
-        reply.whole and not reply.failure and not reply.error,
-        reply.is_json,
-        reply.failure or reply.error,
-    )
-
-
 def _body(model: str, number: int, max_tokens: int) -> dict[str, Any]:
     """Return the body of a request. Its prompt begins with `number`. All prompts have the same number of characters,
     all outputs the same number of tokens.
@@ -81,22 +50,22 @@ def _body(model: str, number: int, max_tokens: int) -> dict[str, Any]:
     return {"model": model, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
 
 
-async def closed(port: int, model: str, clients: int, max_tokens: int, seconds: float) -> list[One]:
-    """Run a closed loop of `clients` clients for `seconds`; return the outcomes."""
+async def closed(port: int, model: str, clients: int, max_tokens: int, seconds: float) -> list[Reply]:
+    """Run a closed loop of `clients` clients for `seconds`; return the replies, `began` from the loop's start on."""
     began = time.perf_counter()
-    found: list[One] = []
+    found: list[Reply] = []
 
     async def client(number: int) -> None:
         while time.perf_counter() - began < seconds:
             number += clients
-            found.append(_one(await post(port, "/v1/completions", _body(model, number, max_tokens)), began))
+            found.append(await post(port, "/v1/completions", _body(model, number, max_tokens)))
 
     await asyncio.gather(*(client(number) for number in range(clients)))
-    return found
+    return [replace(reply, began=reply.began - began) for reply in found]
 
 
-async def opened(port: int, model: str, per_s: float, max_tokens: int, seconds: float) -> list[One]:
-    """Run an open loop: send `per_s` requests a second for `seconds`. Return the outcomes when all have ended."""
+async def opened(port: int, model: str, per_s: float, max_tokens: int, seconds: float) -> list[Reply]:
+    """Run an open loop: send `per_s` requests a second for `seconds`. When all have ended, return the replies."""
     began = time.perf_counter()
     tasks: list[asyncio.Future[Reply]] = []
     while (now := time.perf_counter() - began) < seconds:
@@ -104,7 +73,7 @@ async def opened(port: int, model: str, per_s: float, max_tokens: int, seconds: 
             body = _body(model, 1_000_000 + len(tasks), max_tokens)
             tasks.append(asyncio.ensure_future(post(port, "/v1/completions", body)))
         await asyncio.sleep(0.5 / per_s)
-    return [_one(reply, began) for reply in await asyncio.gather(*tasks)]
+    return [replace(reply, began=reply.began - began) for reply in await asyncio.gather(*tasks)]
 
 
 def measure(size: Size, say: Say) -> dict[str, Any]:
@@ -116,35 +85,36 @@ def measure(size: Size, say: Say) -> dict[str, Any]:
         clients = 2 * size.slots
         other.submit(drive, closed, server.port, model, clients, size.max_tokens, 3.0).result()  # warm-up
         done = other.submit(drive, closed, server.port, model, clients, size.max_tokens, size.capacity_s).result()
-        capacity = sum(one.whole for one in done) / max(one.at + one.seconds for one in done)
+        capacity = sum(one.complete for one in done) / max(one.began + one.seconds for one in done)
         say(f"overload: capacity {capacity:.2f} requests/s with {clients} clients")
         rate = size.factor * capacity
         found = other.submit(drive, opened, server.port, model, rate, size.max_tokens, size.seconds).result()
     return {"machine": machine(), "capacity": capacity, "offered": rate, **judge(found, size, capacity)}
 
 
-def judge(found: list[One], size: Size, capacity: float) -> dict[str, Any]:
+def judge(found: list[Reply], size: Size, capacity: float) -> dict[str, Any]:
     """Return the figures of the requests under overload."""
     refused = [one for one in found if one.status == 503]
-    taken = [one for one in found if one.status == 200 and one.whole]
-    ended = [one for one in taken if size.settle_s <= one.at + one.seconds <= size.seconds]
+    taken = [one for one in found if one.status == 200 and one.complete]
+    others = [one for one in found if one.status != 503 and not (one.status == 200 and one.complete)]
+    ended = [one for one in taken if size.settle_s <= one.began + one.seconds <= size.seconds]
     goodput = len(ended) / (size.seconds - size.settle_s)
     ratios = []
     for one in refused:
-        near = [two.first_s for two in taken if abs(two.at - one.at) < NEAR_S and two.first_s is not None]
-        if one.at >= size.settle_s and one.retry_after_s is not None and near:
+        near = [two.first_s for two in taken if abs(two.began - one.began) < NEAR_S and two.first_s is not None]
+        if one.began >= size.settle_s and one.retry_after_s is not None and near:
             ratios.append(one.retry_after_s / max(median(near), 0.001))
     return {
         "requests": len(found),
         "taken": len(taken),
         "refused": len(refused),
-        "other": len(found) - len(taken) - len(refused),
-        "other_said": [f"{one.status}: {one.said}" for one in found if one not in taken and one not in refused][:3],
+        "other": len(others),
+        "other_said": [f"{one.status}: {one.failure or one.error}" for one in others][:3],
         "goodput": goodput,
         "goodput_of_capacity": ratio(goodput, capacity),
         "refusal_p50_s": median([one.seconds for one in refused]),
         "refusal_p99_s": p99([one.seconds for one in refused]),
-        "retry_after_p50_s": median([one.retry_after_s or 0.0 for one in refused if one.at >= size.settle_s]),
+        "retry_after_p50_s": median([one.retry_after_s or 0.0 for one in refused if one.began >= size.settle_s]),
         "retry_after_over_wait_p50": median(ratios),
         "retry_after_within_two": ratio(sum(0.5 <= r <= 2.0 for r in ratios), len(ratios)),
         "first_token_p50_s": median([one.first_s or 0.0 for one in taken]),

@@ -4,16 +4,14 @@ The matrix fits no cache, so products with few rows are bound by memory. For eve
 and with the dequantised matrix take turns.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from cluster.bench.report import Say, machine, median, table
+from cluster.bench.kernel_cases import CPU, compare
+from cluster.bench.report import Say, columns, machine
 from cluster.engine.backends import select_kernels
 from cluster.kernels.interface import Kernels, Weight
 from cluster.kernels.quantised import Kind, Quantised
@@ -46,7 +44,7 @@ def measure(size: Size, say: Say = print) -> dict[str, Any]:
     """Return the milliseconds and bytes of each contender, JSON-ready."""
     figures = []
     for dtype in DTYPES:
-        kernels = select_kernels("auto", torch.device("cpu"), dtype)
+        kernels = select_kernels("auto", CPU, dtype)
         say(f"{str(dtype).removeprefix('torch.')} rows, kernels in {kernels.about}")
         dense = kernels.weight(torch.randn(size.inputs, size.outputs).to(dtype))
         for kind, group, zeros in FORMATS:
@@ -69,16 +67,16 @@ def _beside(kernels: Kernels, dense: Weight, matrix: Quantised, dtype: torch.dty
     found = []
     for count in size.rows:
         rows = torch.randn(count, size.inputs).to(dtype)
-        ours, theirs = turns([partial(packed, rows), partial(dense, rows)], size.repeats)
+        took = compare(partial(packed, rows), partial(dense, rows), size.repeats)
         found.append(
             {
                 "format": about,
                 "dtype": str(dtype).removeprefix("torch."),
                 "kept": kernels.keeps(matrix, dtype),
                 "rows": count,
-                "ms": round(1000 * median(ours), 3),
-                "dequantised_ms": round(1000 * median(theirs), 3),
-                "times": round(median([b / a for a, b in zip(ours, theirs, strict=True)]), 2),
+                "ms": round(1000 * took.seconds, 3),
+                "dequantised_ms": round(1000 * took.other_seconds, 3),
+                "times": round(took.times, 2),
                 "bytes": packed.nbytes,
                 "dequantised_bytes": dense.nbytes,
             }
@@ -86,34 +84,12 @@ def _beside(kernels: Kernels, dense: Weight, matrix: Quantised, dtype: torch.dty
     return found
 
 
-def turns(contenders: list[Callable[[], Tensor]], repeats: int) -> list[list[float]]:
-    """Return the seconds of each contender in every turn; an unrecorded turn comes first. Every other turn is in
-    reverse order.
-    """
-    seconds: list[list[float]] = [[] for _ in contenders]
-    for turn in range(repeats + 1):
-        both = list(zip(contenders, seconds, strict=True))
-        for contender, times in both if turn % 2 else reversed(both):
-            start = perf_counter()
-            contender()
-            times.append(perf_counter() - start)
-    return [times[1:] for times in seconds]
-
-
 def show(result: dict[str, Any]) -> str:
     """Return the figures as a table."""
-    headers = (
-        "rows of",
-        "format",
-        "rows",
-        "packed ms",
-        "dequantised ms",
-        "times as fast",
-        "packed MB",
-        "dequantised MB",
-    )
-    rows = []
-    for figure in result["figures"]:
-        taken = [round(figure[key] / 1e6, 1) for key in ("bytes", "dequantised_bytes")]
-        rows.append([*(figure[key] for key in ("dtype", "format", "rows", "ms", "dequantised_ms", "times")), *taken])
-    return f"a matrix of {result['inputs']} x {result['outputs']}\n" + table(headers, rows)
+    keys = {"rows of": "dtype", "format": "format", "rows": "rows", "packed ms": "ms"}
+    keys |= {"dequantised ms": "dequantised_ms", "times as fast": "times"}
+    keys |= {"packed MB": "bytes", "dequantised MB": "dequantised_bytes"}
+    rows = [
+        one | {key: round(one[key] / 1e6, 1) for key in ("bytes", "dequantised_bytes")} for one in result["figures"]
+    ]
+    return f"a matrix of {result['inputs']} x {result['outputs']}\n" + columns(rows, keys)

@@ -280,14 +280,12 @@ def _turn(
     recorded.
     """
 
-    def run(name: str) -> EngineRun:
-        if name != OURS:
-            return peers[name].run(prompts, size.new_tokens, line.temperature)
-        params = [params_of(size.new_tokens, line.temperature, seed) for seed in range(len(prompts))]
-        return run_together(engine, prompts, params)
-
+    params = [params_of(size.new_tokens, line.temperature, seed) for seed in range(len(prompts))]
     for name in [*line.runs][:: -1 if repeat % 2 else 1]:
-        made = run(name)
+        if name == OURS:
+            made = run_together(engine, prompts, params)
+        else:
+            made = peers[name].run(prompts, size.new_tokens, line.temperature)
         if {len(tokens) for tokens in made.tokens} != {size.new_tokens}:
             raise RuntimeError(f"{name} made {[len(tokens) for tokens in made.tokens]} tokens, not {size.new_tokens}")
         if repeat >= 0:

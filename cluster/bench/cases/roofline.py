@@ -26,7 +26,7 @@ from cluster.bench.loaded import Loaded, Wrap
 from cluster.bench.oracle_draft import Counting, OracleDraft, Truth, WrittenTruth
 from cluster.bench.pair import PLAIN, Pair, TreeChoice, short_path
 from cluster.bench.random_models import made_up, random_prompts
-from cluster.bench.report import Say, machine, mean, median, ratio, records
+from cluster.bench.report import Say, columns, machine, mean, median, ratio
 from cluster.bench.runs import params_of
 from cluster.bench.steady import WARM, NotSteadyError, SteadySteps, steady
 from cluster.config import ConfigError, EngineConfig
@@ -89,11 +89,18 @@ class Measured(NamedTuple):
     models: ResolvedModels
 
 
+class Work(NamedTuple):
+    """The requests of each context, and the correct continuations if the accept length is synthetic."""
+
+    asked: dict[int, list[Request]]
+    truth: Truth | None
+
+
 Note = Callable[[dict[str, Any]], None]
 """A callback that gets every figure as soon as it is measured, with a share computed from the rates at the start."""
 
 
-def measure(pair: Pair, size: Size, say: Say = print, note: Note | None = None) -> dict[str, Any]:
+def measure(pair: Pair, size: Size, say: Say = print, note: Note = lambda row: None) -> dict[str, Any]:
     """Measure all trees, batches and contexts; return the figures, JSON-ready.
 
     Raises:
@@ -112,31 +119,29 @@ def measure(pair: Pair, size: Size, say: Say = print, note: Note | None = None) 
         return _measured(subject, replace(size, trees=trees), say, note)
 
 
-def _measured(subject: Subject, size: Size, say: Say, note: Note | None) -> dict[str, Any]:
+def _measured(subject: Subject, size: Size, say: Say, note: Note) -> dict[str, Any]:
     deepest = max(size.trees, key=lambda tree: (tree.num_steps, tree.nodes))
     loaded = Loaded(config_of(subject.pair, deepest, size))
     first = ceilings(device=loaded.device, dtype=loaded.dtype)
     say(f"roofline: {first.bytes / 1e9:.1f} GB/s read, {first.flops / 1e9:.0f} GFLOP/s")
     asked = _asked(subject, loaded, size)
-    truth = None if size.accept_length is None else _truth(subject, loaded, asked, size)
+    work = Work(asked, None if size.accept_length is None else _truth(subject, loaded, asked, size))
     measured: list[Measured] = []
     skipped: dict[str, str] = {}
     for tree in size.trees:
         for captured in size.captured:
             say(f"roofline: {tree}, {'captured' if captured else 'as it is'}")
-            config, wrap = config_of(subject.pair, tree, size, captured), _wrap(truth, size, loaded)
-            for each in _of_engine(loaded, config, wrap, (tree, captured), asked, size, skipped):
+            for each in _of_engine(loaded, subject.pair, size, work, (tree, captured), skipped):
                 measured.append(each)
-                if note is not None:
-                    for row in rows_of(each, loaded.dtype.itemsize, first):
-                        note(row)
+                for row in rows_of(each, loaded.dtype.itemsize, first):
+                    note(row)
             gc.collect()  # otherwise this engine's KV cache would still use memory when the next one is allocated
     best = first.best(ceilings(device=loaded.device, dtype=loaded.dtype))
     figures = [row for each in measured for row in rows_of(each, loaded.dtype.itemsize, best)]
     return {
         "what": "roofline",
         "machine": machine(),
-        "device": _device_name(loaded.device),
+        "device": torch.cuda.get_device_name(loaded.device) if loaded.device.type == "cuda" else "cpu",
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "kernels": loaded.kernels,
         "quantised": list(loaded.quantised),
@@ -152,13 +157,7 @@ def _measured(subject: Subject, size: Size, say: Say, note: Note | None) -> dict
 
 
 def _of_engine(
-    loaded: Loaded,
-    config: EngineConfig,
-    wrap: Wrap | None,
-    what: tuple[TreeChoice, bool],
-    asked: dict[int, list[Request]],
-    size: Size,
-    skipped: dict[str, str],
+    loaded: Loaded, pair: Pair, size: Size, work: Work, what: tuple[TreeChoice, bool], skipped: dict[str, str]
 ) -> Iterator[Measured]:
     """Yield the steady steps of one engine at every context and batch. `what` is the engine's tree, and whether the
     engine captures steps. Steps that cannot be captured are left out, and the reason goes to `skipped`.
@@ -168,9 +167,9 @@ def _of_engine(
         NotSteadyError: an engine without capture gave too few steps.
     """
     tree, captured = what
-    held = [request.prompt_token_ids for each in asked.values() for request in each] if size.held else []
+    held = [request.prompt_token_ids for each in work.asked.values() for request in each] if size.held else []
     try:
-        engine, models = loaded.engine(config, wrap, held)
+        engine, models = loaded.engine(config_of(pair, tree, size, captured), _wrap(work.truth, size, loaded), held)
     except ConfigError as error:
         if not captured:
             raise
@@ -179,7 +178,7 @@ def _of_engine(
     for context in size.contexts:
         for batch in size.batches:
             try:
-                steps = steady(engine, asked[context][:batch], size.steps, captured)
+                steps = steady(engine, work.asked[context][:batch], size.steps, captured)
             except NotSteadyError as error:
                 if not captured:
                     raise
@@ -313,10 +312,6 @@ def _wrap(truth: Truth | None, size: Size, loaded: Loaded) -> Wrap | None:
     return told
 
 
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
 def goals(result: dict[str, Any]) -> list[Goal]:
     """Return the demo pair's goals on a CPU, for batches of at least `GOAL_BATCH`. Captured steps must reach a share of
     the possible speed at short contexts, and about the speed of eager steps at every context.
@@ -343,22 +338,12 @@ def _same_load(one: dict[str, Any], two: dict[str, Any]) -> bool:
 
 def show(result: dict[str, Any]) -> str:
     """Return the figures as a table."""
+    keys = {"setting": "setting", "batch": "batch", "context": "context", "accepted": "accept_length"}
+    keys |= {"phase": "phase", "ms": "ms", "possible ms": "possible_ms", "of possible": "share", "MB": "megabytes"}
+    keys |= {"GB/s": "gigabytes_s", "GFLOP": "gigaflop", "bound by": "bound"}
+    shown = ({"setting": one["setting"] + (", captured" if one["captured"] else "")} for one in result["figures"])
     rows = [
-        {
-            "setting": one["setting"] + (", captured" if one["captured"] else ""),
-            "batch": one["batch"],
-            "context": round(one["context"]),
-            "accepted": one["accept_length"],
-            "phase": one["phase"],
-            "ms": one["ms"],
-            "possible ms": one["possible_ms"],
-            "of possible": one["share"],
-            "MB": round(one["megabytes"], 1),
-            "GB/s": one["gigabytes_s"],
-            "GFLOP": one["gigaflop"],
-            "bound by": one["bound"],
-        }
-        for one in result["figures"]
+        one | own | {"megabytes": round(one["megabytes"], 1)} for one, own in zip(result["figures"], shown, strict=True)
     ]
     layers = "" if result["layers"] is None else ", {} of {} layers".format(*result["layers"])
     lines = [
@@ -367,7 +352,7 @@ def show(result: dict[str, Any]) -> str:
         f"at best {result['gigabytes_s']:.1f} GB/s read and {result['gigaflops']:.0f} GFLOP/s, measured in this run; "
         f"medians of {result['steps']} steps",
         *(f"weights count in {result['dtype']}, but {line}" for line in result["quantised"]),
-        records(rows),
+        columns(rows, keys, whole=["context"]),
         *(f"not measured: {name}: {why}" for name, why in result["skipped"].items()),
         "all: the phases together; step: from one step to the next by the host's clock",
     ]

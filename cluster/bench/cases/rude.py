@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from cluster.bench.cases.faults import prompts_of
@@ -198,20 +198,13 @@ def _wait(condition: Callable[[], bool], within_s: float = 60.0) -> None:
 
 
 def _facts(phase: Phase) -> dict[str, Any]:
-    tally = phase.tally
+    found = asdict(phase)
     return {
-        "what": phase.what,
-        "count": phase.count,
-        "seconds": phase.seconds,
+        **found,
+        **found.pop("tally"),
         "longest_pause_s": phase.longest_s,
         "long_a_minute": 60 * phase.long / phase.seconds,
-        "cut": phase.cut,
-        "replaced": phase.replaced,
-        "statuses": {str(status): count for status, count in sorted(tally.statuses.items())},
-        "left": tally.left,
-        "unanswered": tally.unanswered,
-        "not_json": tally.not_json,
-        "examples": tally.examples,
+        "statuses": {str(status): count for status, count in sorted(phase.tally.statuses.items())},
         "failed": phase.failed,
     }
 

@@ -8,7 +8,7 @@ from typing import Any
 from cluster.bench.cases.demo import PROMPTS
 from cluster.bench.goals import Goal
 from cluster.bench.pair import Pair
-from cluster.bench.processes import Memory, memory_of
+from cluster.bench.processes import memory_of
 from cluster.bench.report import Say, machine, median, table
 from cluster.bench.server import ServerProcess
 from cluster.bench.streams import ClientStream, Prompt, accept_length, first_token_ms, pace, run_together, served_model
@@ -28,35 +28,19 @@ class Size:
 QUICK = Size(starts=1, rounds=1, new_tokens=32)
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
-    """One start of the server: seconds until it was ready and until its first complete answer, its memory, and the
-    streams of each round. `by_process` has the memory of each process.
-    """
-
-    ready_s: float
-    answered_s: float
-    idle: Memory
-    loaded: Memory
-    by_process: dict[str, float]
-    streams: list[list[ClientStream]]
-
-
 def measure(pair: Pair, size: Size = Size(), say: Say = print) -> dict[str, Any]:
     """Start the server several times, stream, and read its memory; return the figures, JSON-ready."""
-    starts = []
+    starts, rounds = [], list[list[ClientStream]]()
     for number in range(size.starts):
         say(f"serving: start {number + 1} of {size.starts}")
-        starts.append(_start(pair, size))
-    rounds = [streams for start in starts for streams in start.streams]
+        starts.append(_start(pair, size, rounds))
     streams = [stream for together in rounds for stream in together]
-    last = starts[-1]
     return {
         "what": "serving",
         "machine": machine(),
         "starts": size.starts,
-        "ready_seconds": median([start.ready_s for start in starts]),
-        "first_answer_seconds": median([start.answered_s for start in starts]),
+        "ready_seconds": median([start["ready"] for start in starts]),
+        "first_answer_seconds": median([start["answered"] for start in starts]),
         "streams_at_once": len(PROMPTS),
         "new_tokens": size.new_tokens,
         "rounds": len(rounds),
@@ -65,9 +49,7 @@ def measure(pair: Pair, size: Size = Size(), say: Say = print) -> dict[str, Any]
         "accept_length": accept_length(streams),
         "failed": sum(stream.error is not None for stream in streams),
         "identical": all(a.token_ids == b.token_ids for r in rounds for a, b in zip(r, rounds[0], strict=True)),
-        "memory_idle": asdict(last.idle),
-        "memory_loaded": asdict(last.loaded),
-        "memory_by_process_mib": last.by_process,
+        **{key: value for key, value in starts[-1].items() if key.startswith("memory")},
     }
 
 
@@ -100,7 +82,10 @@ def show(result: dict[str, Any]) -> str:
     )
 
 
-def _start(pair: Pair, size: Size) -> Start:
+def _start(pair: Pair, size: Size, rounds: list[list[ClientStream]]) -> dict[str, Any]:
+    """Start the server once and add its streams to `rounds`. Return the seconds until it was ready and until its first
+    whole answer, and its memory.
+    """
     target, draft = Path(pair.target).resolve(), Path(pair.draft).resolve()
     settings = [f"model={target}", f"speculative_draft_model_path={draft}"]
     settings += [f"dtype={pair.dtype}"] + ([f"num_threads={pair.num_threads}"] if pair.num_threads else [])
@@ -108,13 +93,14 @@ def _start(pair: Pair, size: Size) -> Start:
     with ServerProcess(settings) as server:
         model = served_model(server.port)
         (answer,) = run_together(server.port, model, [Prompt("import os\n")], 1)
-        answered = time.monotonic() - began
+        found = {"ready": server.ready_s, "answered": time.monotonic() - began}
         if answer.error is not None:
             raise ValueError(f"the first request failed: {answer.error}")
         idle = memory_of(server.processes())
-        streams = [run_together(server.port, model, PROMPTS, size.new_tokens) for _ in range(size.rounds)]
+        rounds += [run_together(server.port, model, PROMPTS, size.new_tokens) for _ in range(size.rounds)]
         processes = server.processes()
         by_process: dict[str, float] = {}
         for process in processes:
             by_process[process.name] = by_process.get(process.name, 0.0) + memory_of([process]).proportional_mib
-        return Start(server.ready_s, answered, idle, memory_of(processes), by_process, streams)
+        memory = {"memory_idle": asdict(idle), "memory_loaded": asdict(memory_of(processes))}
+        return found | memory | {"memory_by_process_mib": by_process}

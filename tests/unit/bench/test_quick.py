@@ -9,17 +9,18 @@ from pathlib import Path
 
 import pytest
 
+import benchmarks.__main__  # noqa: F401 - adds its parts
 from cluster.bench import command
 from tests.unit.bench.test_command import parsed
 
 OTHERS = {"peers"}  # needs vLLM; a stand-in of it is measured in cases/test_peers.py
-SERVED = {"serving", "faults", "crowd", "rude", "overload", "strain"}  # each starts `aerie serve`
+SERVED = {"serving", "faults", "crowd", "rude", "overload"}  # each starts `aerie serve`
 LONG = SERVED - {"serving"}  # a minute and more: some wait for lost ranks, some measure over fixed times
 
 
 def marked(part: str) -> object:
     """The part as a parameter, with the marks of what it needs, and three times as long as the help says."""
-    marks = [pytest.mark.timeout(max(300, 3 * command.LASTS[part][1]))]
+    marks = [pytest.mark.timeout(max(300, 3 * command.PARTS[part].quick_s))]
     marks += [pytest.mark.ray] if part in SERVED else []
     return pytest.param(part, marks=[*marks, pytest.mark.slow] if part in LONG else marks)
 
@@ -31,7 +32,7 @@ def test_a_quick_run_ends_and_judges_its_goals(part: str, tmp_path: Path, capsys
     result = json.loads((tmp_path / f"{part}.json").read_text(encoding="utf-8"))
     text = capsys.readouterr().out
     missed = [goal for goal in result["goals"] if not goal["met"]]
-    assert bool(result["goals"]) is hasattr(command.PARTS[part], "goals")
+    assert bool(result["goals"]) is hasattr(command.PARTS[part].module, "goals")
     assert "DIFFERENT" not in text and "FAILED" not in text, text
     assert status == (command.MISSED if missed else 0)
     assert all(f"MISSED {goal['what']}: " in text for goal in missed)

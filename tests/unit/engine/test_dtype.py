@@ -13,7 +13,7 @@ from cluster.config import EngineConfig
 from cluster.engine import build_engine
 from cluster.engine.models import _dtype
 from cluster.tools.summary import summary
-from cluster.tools.tensor_report import inspect
+from cluster.tools.tensor_report import ServingSetup, inspect
 from tests.tiny import target_folder
 from tests.unit.kernels.library import c_library
 from tests.unit.models.checkpoints import copy_of
@@ -41,5 +41,5 @@ def test_inspect_says_what_the_engine_computes_in(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("cluster.arch.dtypes.MANY", 1)
     config = EngineConfig(model_path=folder, device="cpu", max_total_tokens=256, mixed_prefill_size=8)
     assert build_engine(config).info().dtype == "bfloat16"
-    for report in (inspect(folder, None, device="cpu"), summary(folder, device="cpu")):
+    for report in (inspect(folder, None, ServingSetup(device="cpu")), summary(folder, device="cpu")):
         assert report is not None and report.memory["dtype"] == "bfloat16"

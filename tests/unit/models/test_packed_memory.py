@@ -16,7 +16,7 @@ from cluster.distributed.mesh import Shard
 from cluster.engine import build_engine
 from cluster.kernels.interface import Stack, Weight
 from cluster.models.target import DecoderTarget
-from cluster.tools.tensor_report import inspect
+from cluster.tools.tensor_report import ServingSetup, inspect
 from tests.families import made
 from tests.loading import context, load_draft, load_target
 from tests.tiny import draft_folder, target_folder
@@ -45,13 +45,13 @@ def of_target(target: DecoderTarget) -> int:
 def test_memory_is_what_inspect_says(kind: str, tp: int, experts: bool) -> None:
     c_kernels()
     folder = quantised(kind, experts)[0]
-    report = inspect(folder, None, tp, dtype="float32", device="cpu")
+    report = inspect(folder, None, ServingSetup(tp, dtype="float32", device="cpu"))
     target = load_target(folder, context(torch.float32, part=Shard(0, tp)))
     assert report.problems == []
     padding = 2 * 64 * (16 - 3) * 4 if experts else 0  # of two routers of 3 columns, in panels of 16
     assert report.memory["target_bytes_per_rank"] == of_target(target) - padding
     assert report.target["quantised"] == target.quantised
-    on_gpu = inspect(folder, None, tp, dtype="float32")
+    on_gpu = inspect(folder, None, ServingSetup(tp, dtype="float32"))
     assert on_gpu.memory["target_bytes_per_rank"] > 1.5 * of_target(target) or "activation" in kind
     assert all("were dequantised" in line for line in on_gpu.target["quantised"])
 
@@ -61,7 +61,7 @@ def test_memory_of_a_rank_with_as_many_experts_as_any(kind: str) -> None:
     """Of three or five whole ones in two parts the second has one more; those of the first are nobody's here."""
     c_kernels()
     folder = quantised(kind, True)[0] if kind == "int4" else made("mixtral", "three of five, window of 8").folder
-    report = inspect(folder, None, 2, ep=2, dtype="float32", device="cpu")
+    report = inspect(folder, None, ServingSetup(2, ep=2, dtype="float32", device="cpu"))
     given = context(torch.float32, part=Shard(0, 2))
     target = load_target(folder, replace(given, sharding=given.sharding._replace(experts=Shard(1, 2))))
     experts, layers = (3, 2) if kind == "int4" else (5, 4)
@@ -80,8 +80,10 @@ def test_memory_of_a_rank_with_as_many_experts_as_any(kind: str) -> None:
 
 def test_parts_that_leave_a_rank_without_experts_are_a_problem() -> None:
     folder = made("mixtral", "two of four").folder
-    assert inspect(folder, None, 8, 8, 8).problems == ["ep_size 8 leaves ranks without any of 4 experts; lower it"]
-    dense = inspect(target_folder(), None, 2, ep=2).problems
+    assert inspect(folder, None, ServingSetup(8, 8, 8)).problems == [
+        "ep_size 8 leaves ranks without any of 4 experts; lower it"
+    ]
+    dense = inspect(target_folder(), None, ServingSetup(2, ep=2)).problems
     assert dense == ["ep_size 2 is for experts, and no model that is sharded has several; set it to 1"]
 
 
@@ -114,7 +116,7 @@ def test_a_draft_stays_packed_too(kind: str, tmp_path: Path) -> None:
     assert draft.quantised[0].startswith("4 quantised weights stay packed: ")
     down = next(numbers[name] for name in numbers if "down_proj" in name)
     assert torch.equal(draft._layers[0].mlp.down.dense(), down.t())
-    report = inspect(target, str(tmp_path), device="cpu")
+    report = inspect(target, str(tmp_path), ServingSetup(device="cpu"))
     assert report.problems == []
     assert report.draft is not None
     assert report.draft["quantised"] == draft.quantised

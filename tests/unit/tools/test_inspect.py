@@ -15,7 +15,7 @@ from cluster.config import EngineConfig
 from cluster.engine import build_engine
 from cluster.tools.inspect import gpu_here
 from cluster.tools.summary import summary
-from cluster.tools.tensor_report import inspect
+from cluster.tools.tensor_report import ServingSetup, inspect
 from tests.families import made
 from tests.tiny import draft_folder, target_folder
 from tests.unit.kv.test_pool import resident
@@ -63,7 +63,9 @@ def test_a_cache_in_fp8_costs_what_its_pools_take(draft: bool, capsys: pytest.Ca
 def test_a_token_costs_what_the_engine_takes_for_it_where_it_is_written(layers: int) -> None:
     """Of four MTP layers three are loaded, as many as there are levels; each keeps a hidden state beside its pool."""
     target, draft = target_folder(), write.mtp("mimo", layers)
-    memory, of_one = (inspect(target, path, dtype="float32").memory for path in (draft, write.mtp("mimo", 1)))
+    memory, of_one = (
+        inspect(target, path, ServingSetup(dtype="float32")).memory for path in (draft, write.mtp("mimo", 1))
+    )
     assert memory["draft_bytes_per_rank"] == min(layers, 3) * of_one["draft_bytes_per_rank"]
     before = resident()
     settings = {"dtype": "float32", "device": "cpu", "max_total_tokens": 1 << 20, "num_threads": 1}
@@ -82,7 +84,7 @@ def test_the_dtype_is_that_of_the_engine(tmp_path: Path, stored: str, device: st
     assert computed_in(stored, dtype, device) == plain
     target = copy_of(target_folder(), tmp_path / "target", None, torch_dtype=stored, dtype=stored)
     if device == "cuda":
-        for report in (inspect(target, None, dtype=dtype), summary(target, dtype)):
+        for report in (inspect(target, None, ServingSetup(dtype=dtype)), summary(target, dtype)):
             assert report is not None
             assert (report.memory["dtype"], report.memory["device"]) == (plain, "cuda")
     else:

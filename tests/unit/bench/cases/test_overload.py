@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cluster.bench.cases import rude
-from cluster.bench.cases.overload import One, Size, goals, judge, show
+from cluster.bench.cases.overload import Size, goals, judge, show
 from cluster.bench.cases.rude import Listener, Phase, _facts
 from cluster.bench.rudeness import AnswerTally
 from cluster.bench.streams import ClientStream, Prompt
@@ -16,12 +16,13 @@ from cluster.bench.wire import Reply, read_reply
 SIZE = Size(seconds=20.0, settle_s=0.0, max_wait_s=5.0)
 
 
-def taken(at: float, wait: float = 4.0) -> One:
-    return One(at, 200, wait + 1.0, None, wait, True, False)
+def taken(at: float, wait: float = 4.0) -> Reply:
+    return Reply(at, 200, seconds=wait + 1.0, first_s=wait, whole=True)
 
 
-def refused(at: float, retry: float | None = 4.0, seconds: float = 0.02, is_json: bool = True) -> One:
-    return One(at, 503, seconds, retry, None, True, is_json)
+def refused(at: float, retry: int = 4, seconds: float = 0.02, body: bytes = b"{}") -> Reply:
+    headers = {"retry-after": str(retry), "content-type": "application/json"}
+    return Reply(at, 503, headers, body, seconds, whole=True)
 
 
 def test_good_figures_meet_all_goals() -> None:
@@ -36,14 +37,14 @@ def test_good_figures_meet_all_goals() -> None:
     ("bad", "goal"),
     [
         ([refused(1.0, seconds=0.5)] * 3, "refusal p99"),
-        ([refused(1.0, retry=1.0)] * 20, "Retry-After"),
+        ([refused(1.0, retry=1)] * 20, "Retry-After"),
         ([taken(1.0, wait=9.0)] * 3, "first token"),
-        ([refused(1.0, is_json=False)], "JSON"),
-        ([One(1.0, 500, 0.1, None, None, True, True)], "neither"),
-        ([One(1.0, 200, 0.1, None, 0.1, False, True)], "neither"),
+        ([refused(1.0, body=b"no")], "JSON"),
+        ([Reply(1.0, 500, seconds=0.1, whole=True)], "neither"),
+        ([Reply(1.0, 200, seconds=0.1, first_s=0.1)], "neither"),
     ],
 )
-def test_each_goal_can_be_missed(bad: list[One], goal: str) -> None:
+def test_each_goal_can_be_missed(bad: list[Reply], goal: str) -> None:
     found = [*(taken(float(at)) for at in range(15)), *(refused(at / 2) for at in range(30)), *bad]
     [missed] = [one for one in goals(judge(found, SIZE, capacity=0.8)) if not one.met(quick=False)]
     assert goal in missed.what

@@ -159,7 +159,7 @@ def test_bad_input_is_named() -> None:
     with pytest.raises(ValueError, match="--shape makes its own model"):
         command.run(parsed("roofline", "--shape", "tiny", "--model", "x", "--draft", "y"))
     with pytest.raises(ValueError, match="--accept-length is an option of roofline"):
-        command.run(parsed("radix", "--accept-length", "2"))
+        command.run(parsed("packed", "--accept-length", "2"))
 
 
 def test_flags_reach_the_size(monkeypatch: pytest.MonkeyPatch) -> None:

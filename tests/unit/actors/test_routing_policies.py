@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.actors.balance import POLICIES
-from cluster.bench.routing import KV_S, ROW_S, STEP_S, Row, Skew, compare, load_of, table_of
+from tests.unit.actors.simulated_routing import KV_S, ROW_S, STEP_S, Row, Skew, compare, load_of, table_of
 
 SMALL = Skew(requests=300)
 PAIR = ("expected_load", "round_robin")

@@ -4,11 +4,14 @@ Like a GPU, the device runs queued steps asynchronously; reading a step's result
 step's inputs are really assembled and sent. Tokens are meaningless; every tree is accepted except for its last level.
 """
 
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from cluster.batch import StepInput
+from cluster.bench import rank_process
+from cluster.config import EngineConfig
 from cluster.config.tree_shape import TreeShape
 from cluster.dp_attention.plan import ScriptCall, StepPlan
 from cluster.engine.assembler import Assembler
@@ -100,3 +103,13 @@ def simulate(rank: Rank, step_s: float, full: int, ahead: bool) -> SimulatedDevi
     device = SimulatedDevice(lockstep.programs.assembler, step_s, full)
     lockstep.programs, lockstep.lag = device, int(ahead)
     return device
+
+
+def prepare(rank: Rank, config: EngineConfig, options: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Put a simulated device with steps of `device_ms` into a rank; return the lists that it fills."""
+    device = simulate(rank, options["device_ms"] / 1e3, config.max_running_requests, config.overlap)
+    return {"gaps": device.gaps, "waited": device.waited, "sent": device.sent}
+
+
+if __name__ == "__main__":
+    rank_process.main(int(sys.argv[1]), prepare)

@@ -1,4 +1,4 @@
-"""`aerie bench overlap`: the host's work for a step, and how long the device waits for it.
+"""`python -m benchmarks overlap`: the host's work for a step, and how long the device waits for it.
 
 The device is simulated and takes a fixed time for each step, so the figures do not depend on how fast the machine
 computes. The gangs are one rank, and two ranks that agree over gloo on loopback. Each gang runs with the host one step
@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
+from benchmarks import simulated_device
 from cluster.bench.goals import Goal
 from cluster.bench.pair import Pair
 from cluster.bench.ranks import Case, RankProcesses, RankRequest, RankRun, settings_of
@@ -57,7 +58,7 @@ def measure(pair: Pair, size: Size, say: Say = print) -> dict[str, Any]:
     names = [(1, True, NO_TIME_MS), *((world, ahead, size.step_ms) for world in (1, 2) for ahead in (True, False))]
     cases = {name: _case(pair, size, *name) for name in names}
     runs: dict[tuple[int, bool, float], list[OverlapFigures]] = {name: [] for name in cases}
-    with RankProcesses(2) as ranks:
+    with RankProcesses(2, simulated_device.__name__) as ranks:
         for repeat in range(size.repeats):
             say(f"overlap: repeat {repeat + 1} of {size.repeats}")
             for name in list(cases)[:: -1 if repeat % 2 else 1]:
@@ -84,11 +85,11 @@ def figures(lives: Sequence[RankRun], size: Size) -> OverlapFigures:
         steady = [s for s in life.steps if s.decodes == size.requests and not s.prompt_rows][WARM:]
         took = [after.began - before.began for before, after in pairwise(steady)]
         idle = [s.phases["agree"] for s in steady] if len(lives) > 1 else [0.0] * len(steady)
-        waits = life.device_waits[WARM:]
+        gap, waits, sends = (life.recorded[name][WARM:] for name in ("gaps", "waited", "sent"))
         hosts.append(median([t - w - a for t, w, a in zip(took, waits, idle, strict=False)]))
         own = [sum(s.phases[part] for part in PARTS) - a for s, a in zip(steady, idle, strict=True)]
-        parts.append(median(own) + median(life.device_sends[WARM:]))
-        gaps.append(ratio(mean(life.device_gaps[WARM:]), mean(took)))
+        parts.append(median(own) + median(sends))
+        gaps.append(ratio(mean(gap), mean(took)))
         steps.append(mean(took))
     return OverlapFigures(1000 * mean(steps), 1000 * max(hosts), 1000 * max(parts), max(gaps))
 
@@ -138,4 +139,4 @@ def _case(pair: Pair, size: Size, world: int, ahead: bool, device_ms: float) -> 
         for number in range(size.requests)
     ]
     settings = settings_of(pair, size.requests, world, overlap=ahead, disable_radix_cache=False)
-    return Case(settings, jobs, device_ms=device_ms)
+    return Case(settings, jobs, options={"device_ms": device_ms})

@@ -2,11 +2,11 @@ import time
 
 import pytest
 
-from cluster.bench.cases import overlap
-from cluster.bench.cases.overlap import Size, figures
+from benchmarks import overlap
+from benchmarks.overlap import Size, figures
+from benchmarks.simulated_device import simulate
 from cluster.bench.ranks import RankRun, StepRecord
 from cluster.bench.runs import params_of
-from cluster.bench.simulated_device import simulate
 from cluster.engine import build_engine
 from cluster.request import Request
 from tests.parity.harness import config_of, tiny_pair
@@ -20,7 +20,7 @@ def record(began: float, agree: float = 0.0, decodes: int = 4, prompt_rows: int 
 def test_what_the_host_does_is_what_is_left_of_a_step() -> None:
     """Steps of 6 ms, of which the host waits 3.5 for the device and 1 for its peer, and the device 0.3 for the host."""
     life = RankRun([record(0.0, prompt_rows=9), *(record(0.006 * n, 0.001) for n in range(1, 12))])
-    life.device_waits, life.device_gaps, life.device_sends = [0.0035] * 11, [0.0003] * 11, [0.0004] * 11
+    life.recorded = {"waited": [0.0035] * 11, "gaps": [0.0003] * 11, "sent": [0.0004] * 11}
     found = figures([life, life], Size(requests=4))
     assert (found.step_ms, found.host_ms, found.parts_ms, found.gap_share) == pytest.approx((6.0, 1.5, 0.7, 0.05))
     alone = figures([life], Size(requests=4))
