@@ -9,7 +9,6 @@ included), H hidden. Decoding requests come before finished prompts, and tree ro
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -119,9 +118,11 @@ class Step:
             drawn = checksum(draws, (real[:r], real[r:]))
         scored = None if batch.scored is None else self._scores(batch.prompt, batch.scored, hidden[r * n :])
         moments.append(self._timer.now())
-        output = StepOutput.of(tree, accepted, won, (first, sound), drawn, asked, PhaseTimes(self._timer, moments))
-        shown = Trees.of(tree, accepted) if SamplingMode.TREES in batch.mode else None
-        return output if scored is None and shown is None else replace(output, scores=scored, trees=shown)
+        output = StepOutput.of(tree, accepted, won, (first, sound, drawn), PhaseTimes(self._timer, moments))
+        output.logprobs, output.scores = asked, scored
+        if SamplingMode.TREES in batch.mode:
+            output.trees = Trees.of(tree, accepted)
+        return output
 
     def _drawing(self, batch: Batch, num_steps: int) -> PhaseSampling:
         """Return the sampling inputs of the B requests: penalties, filters, and the noise of S + 2 positions.
