@@ -13,11 +13,9 @@ from torch import Tensor
 from cluster.batch import Batch, HostBounds, PageWrite, PromptBatch, PromptChunk, PromptRows, SamplingMode, StepInput
 from cluster.config.tree_shape import TreeShape
 from cluster.device.staging import Sent, Staging
-from cluster.kv.page_table import PageTable
 from cluster.kv.pool import SlotMemory, cells_of
 from cluster.models.runner import DraftRunner, TargetRunner
-from cluster.sampling.logits_processor import LogitsTables
-from cluster.sampling.parameters import SamplingTable
+from cluster.spec.tables import RequestTables
 
 
 class Assembler:
@@ -25,9 +23,7 @@ class Assembler:
 
     def __init__(
         self,
-        table: PageTable,
-        sampling: SamplingTable,
-        adjusting: LogitsTables,
+        tables: RequestTables,
         shape: TreeShape,
         slots: Ordered[SlotMemory],
         runners: Ordered[TargetRunner | DraftRunner],
@@ -40,9 +36,9 @@ class Assembler:
         self.turns = turns
         self.turn = 0
         """The buffer set of the step that was sent last."""
-        self._table, self._sampling, self._adjusting = table, sampling, adjusting
+        self._table, self._sampling, self._adjusting = tables.pages, tables.sampling, tables.adjusting
         self._slots, self._runners = slots, runners
-        self._device = table.device_pages.device
+        self._device = self._table.device_pages.device
         self._window, self._beyond = shape.window, positions_beyond(shape)
         self._ahead = torch.arange(shape.window + shape.forcing().forced, device=self._device)
         none = torch.zeros(0, dtype=torch.int64, device=self._device)

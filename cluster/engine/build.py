@@ -49,6 +49,7 @@ from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.multilayer import MultiLayerDraft
 from cluster.spec.propose import CoupledRanking
 from cluster.spec.step import Step
+from cluster.spec.tables import RequestTables
 from cluster.status import CaptureInfo, RankInfo
 from cluster.tokenizer.tokenizer import TextTokenizer
 
@@ -268,11 +269,12 @@ def _lockstep(prepared: EnginePlan, draft: Draft, captures: Captures | None) -> 
     if isinstance(draft, MultiLayerDraft):
         slots.append(draft)
     buckets = None if captures is None else captures.buckets
-    table, target = memory.cache.table, prepared.resolved.target
+    target = prepared.resolved.target
     vocab, turns = target.vocab_size, 1 if models.kernels.flashinfer is None else 2
     matchers = LateMatchers(config.tokenizer_path or config.model_path, vocab, target.eos_token_ids)
     grammars = GrammarTable(vocab, matchers, bitmask_of(models.kernels))
     adjusting = LogitsTables(PenaltyTable(rows, vocab, dtype, device), grammars)
+    tables = RequestTables(memory.cache.table, SamplingTable(rows, dtype, device), adjusting, carried)
     gpu, forced_rows = device.type == "cuda", config.speculative_forced_rows
     forced_rows = (GPU_FORCED_ROWS if gpu else CPU_FORCED_ROWS) if forced_rows is None else forced_rows
     apart = config.ep_size > 1
@@ -282,17 +284,8 @@ def _lockstep(prepared: EnginePlan, draft: Draft, captures: Captures | None) -> 
         coordinator=Coordinator(mesh, rule, shapes, *models.ops),
         exchange=models.exchange,
         programs=Programs(
-            Assembler(table, SamplingTable(rows, dtype, device), adjusting, shape, slots, runners, turns),
-            Step(
-                memory.target_runner,
-                draft,
-                carried,
-                table,
-                adjusting,
-                mesh.enter,
-                prepared.sampler,
-                prepared.trees.accept,
-            ),
+            Assembler(tables, shape, slots, runners, turns),
+            Step(memory.target_runner, draft, tables, mesh.enter, prepared.sampler, prepared.trees.accept),
             models.exchange,
             mesh.world.clock,
             None if captures is None else captures.capture,

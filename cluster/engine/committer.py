@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from cluster.engine.draft_watch import DraftWatch
 from cluster.engine.lockstep import StepInFlight
+from cluster.engine.request_state import RequestState
 from cluster.engine.schedule import Chunk, Schedule
 from cluster.engine.scheduler import Scheduler
-from cluster.engine.sequence import RequestState
 from cluster.engine.step_loop import StepLoop
 from cluster.kv.cache import Lease
 from cluster.observability.metrics import StepStats

@@ -14,8 +14,8 @@ from collections import deque
 
 from cluster.config import EngineConfig
 from cluster.config.tree_shape import tree_shape
+from cluster.engine.request_state import RequestState
 from cluster.engine.schedule import Schedule
-from cluster.engine.sequence import RequestState
 from cluster.kv.cache import KVCache
 
 

@@ -16,9 +16,9 @@ from cluster.engine.committer import Committer
 from cluster.engine.draft_sample import take_sample
 from cluster.engine.finish import FinishCheck
 from cluster.engine.lockstep import Lockstep
+from cluster.engine.request_state import RequestState
 from cluster.engine.request_times import RequestTimes
 from cluster.engine.scheduler import Scheduler
-from cluster.engine.sequence import RequestState
 from cluster.engine.step_loop import StepLoop, StepResult
 from cluster.kv.cache import KVCache
 from cluster.observability.metrics import StepStats

@@ -140,7 +140,7 @@ class Lockstep:
             self.watch.wait(ran.ended)
             ran.output = ran.output.read()
         if self.mesh.attn.size > 1:  # the next header carries this: ranks with different tokens have diverged
-            self.coordinator.decided(_results(ran.output, ran.plan.decodes[self.mesh.dp_rank]))
+            self.coordinator.results = _results(ran.output, ran.plan.decodes[self.mesh.dp_rank])
         return ran.output
 
     def _run(self, order: StepInput, words: list[int], plan: StepPlan, shape: TreeShape) -> StepOutput:
@@ -153,7 +153,7 @@ class Lockstep:
         # The mode of the plan, not of the own requests: it decides which calls are in the script.
         order = padded(order._replace(mode=plan.mode), plan, mesh.dp_rank, self.programs.assembler.idle_row)
         if mesh.attn.size > 1:  # the next header carries this: ranks with different inputs have diverged
-            self.coordinator.ordered(checksum(order))
+            self.coordinator.order = checksum(order)
         return self.programs.run(order, plan, shape)
 
 

@@ -22,8 +22,8 @@ from functools import partial
 from cluster.config import EngineConfig
 from cluster.engine.decode import DecodeScheduler
 from cluster.engine.pace_correction import Correction
+from cluster.engine.request_state import RequestState
 from cluster.engine.schedule import Chunk, Schedule
-from cluster.engine.sequence import RequestState
 from cluster.kv.cache import KVCache, Next
 from cluster.observability.step_times import PrefillBudget, StepTimes
 

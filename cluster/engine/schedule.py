@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from cluster.batch import DecodeRequest, PageCopy, PageWrite, PromptChunk, SamplingMode, StepInput
 from cluster.config.tree_shape import TreeShape
-from cluster.engine.sequence import RequestState
+from cluster.engine.request_state import RequestState
 from cluster.kv.cache import Lease
 from cluster.request import RequestParams
 

@@ -8,8 +8,8 @@ from collections import deque
 from cluster.config import EngineConfig
 from cluster.engine.decode import DecodeScheduler
 from cluster.engine.prefill import PrefillScheduler
+from cluster.engine.request_state import RequestState
 from cluster.engine.schedule import Schedule
-from cluster.engine.sequence import RequestState
 from cluster.kv.cache import KVCache
 from cluster.observability.step_times import StepTimes
 

@@ -17,10 +17,8 @@ from cluster.attention.ancestor_bits import line_bits, packed
 from cluster.batch import AttentionMetadata, Batch, PromptBatch, SamplingMode, with_prompts
 from cluster.config.tree_shape import TreeShape
 from cluster.device.timing import timer_of
-from cluster.kv.page_table import PageTable
 from cluster.models.runner import TargetRunner
 from cluster.models.vocab import ShardedLogits
-from cluster.sampling.logits_processor import LogitsTables
 from cluster.sampling.noise import Noise, keys_along, vocabulary_hashes
 from cluster.sampling.sampler import Scores, choose, logprobs, scores
 from cluster.sampling.sampling_inputs import PhaseSampling, SamplingInputs, checksum
@@ -28,8 +26,8 @@ from cluster.sampling.torch_sampler import Sampler
 from cluster.spec.compact import compact
 from cluster.spec.draft import Draft, NoDraft
 from cluster.spec.forced import forced_into
-from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.result import PhaseTimes, StepOutput, Trees
+from cluster.spec.tables import RequestTables
 from cluster.spec.tree import DraftTree
 from cluster.spec.verify import Accept, Accepted
 
@@ -41,21 +39,16 @@ class Step:
         self,
         target: TargetRunner,
         draft: Draft,
-        carried: EagleDraftInput,
-        table: PageTable,
-        adjusting: LogitsTables,
+        tables: RequestTables,
         enter: Callable[[str], None],
         sampler: Sampler,
         accept: Accept,
     ) -> None:
-        """`carried` has an entry for every request row. `enter` is called with the name of a phase when the phase
-        begins. `adjusting` are the tables of penalties and grammars, `accept` finds the accepted path.
-        """
-        self._target, self._draft, self.carried, self._sampler = target, draft, carried, sampler
-        self._accept = accept
-        self._table, self.adjusting = table, adjusting
+        """`enter` is called with the name of a phase when the phase begins. `accept` finds the accepted path."""
+        self._target, self._draft, self._sampler, self._accept = target, draft, sampler, accept
+        self._table, self.adjusting, self.carried = tables.pages, tables.adjusting, tables.carried
         self.enter = enter
-        self._ids, self._timer = target.model.token_ids, timer_of(carried.bonus.device)
+        self._ids, self._timer = target.model.token_ids, timer_of(self.carried.bonus.device)
 
     @torch.inference_mode()
     def run(self, batch: Batch, shape: TreeShape) -> StepOutput:

@@ -181,7 +181,7 @@ def _(patch: Patch) -> None:
 @bug("shared cells are copied into the target's pool only")
 def _(patch: Patch) -> None:
     def make(true):  # type: ignore[no-untyped-def]
-        return lambda self, *given: true(self, *given[:4], given[4][:1], *given[5:])
+        return lambda self, *given: true(self, *given[:2], given[2][:1], *given[3:])
 
     changed(patch, Assembler, "__init__", make)
 

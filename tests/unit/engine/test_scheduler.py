@@ -8,9 +8,9 @@ import torch
 from cluster.config import EngineConfig
 from cluster.config.tree_shape import TreeShape
 from cluster.engine.finish import FinishCheck
+from cluster.engine.request_state import RequestState
 from cluster.engine.schedule import Schedule
 from cluster.engine.scheduler import Scheduler
-from cluster.engine.sequence import RequestState
 from cluster.kv.cache import KVCache
 from cluster.kv.page_table import PageTable
 from cluster.request import Request, RequestParams
