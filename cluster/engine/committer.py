@@ -117,7 +117,7 @@ class Committer:
         """
         cut = sequence.finish.cut(run, sequence.room)
         kept = run[: cut.kept]
-        sequence.extend(kept)
+        sequence.tokens += kept
         if kept:
             sequence.times.give_tokens(time.perf_counter())
         wanted = sequence.request.params.logprobs

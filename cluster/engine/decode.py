@@ -25,7 +25,7 @@ class DecodeScheduler:
     def __init__(self, config: EngineConfig, cache: KVCache, window: int, waiting: deque[RequestState]) -> None:
         """`window` is W, the slots beyond its committed tokens that a decoding request may write in a step."""
         self.running: list[RequestState] = []
-        self._config, self._cache, self._window, self._waiting = config, cache, window, waiting
+        self.waiting, self._config, self._cache, self._window = waiting, config, cache, window
         shape = tree_shape(config)
         self._deepest, self._shape = shape.num_steps, shape.forcing()
 
@@ -71,4 +71,4 @@ class DecodeScheduler:
 
     def _retract(self, sequence: RequestState) -> None:
         self.stop(sequence, sequence.committed)
-        self._waiting.appendleft(sequence)
+        self.waiting.appendleft(sequence)

@@ -69,7 +69,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether this rank has requests, outputs to return, or steps in flight."""
-        return bool(self._sequences or self._over or self._loop.in_flight)
+        return bool(self._sequences or self._over or self._loop.flights)
 
     @property
     def quiet(self) -> bool:

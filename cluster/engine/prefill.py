@@ -14,7 +14,6 @@
   will need stay reserved.
 """
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -85,20 +84,13 @@ class RemainingRows:
 
 
 class PrefillScheduler:
-    """The prompts of one rank: of `waiting` requests, and of the running ones of `decode`."""
+    """The prompts of one rank: of waiting requests, and of the running ones, which `decode` has."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        cache: KVCache,
-        waiting: deque[RequestState],
-        decode: DecodeScheduler,
-        pace: StepTimes | None,
-    ) -> None:
+    def __init__(self, config: EngineConfig, cache: KVCache, decode: DecodeScheduler, pace: StepTimes | None) -> None:
         """`pace` limits the prompt rows of steps in which requests decode. If it is None, or `mixed_prefill_size` is
         set, only the sizes of the config limit them.
         """
-        self._cache, self._waiting, self._decode = cache, waiting, decode
+        self._cache, self._decode, self._waiting = cache, decode, decode.waiting
         self._ahead = cache.pages_for(WORTH_WAITING)  # the pages that two prompts must share for one to wait
         self._budget = config.chunked_prefill_size if config.chunked_prefill_size > 0 else 1 << 30
         self._mixed_budget = min(self._budget, config.mixed_prefill_size or self._budget)
@@ -112,7 +104,10 @@ class PrefillScheduler:
         `busiest` is the largest `decode_us` of other groups, whose requests wait while this group computes prompt rows.
         `prefilling` is the number of other groups that run prompt rows.
         """
-        prefill_budget = self._prefill_budget(plan, busiest)
+        committed, pace, prefill_budget = [s.reach for s, _ in plan.decodes], self._pace, None
+        plan.decode_us = len(committed) if pace is None else int(pace.decoding(committed)) if committed else 0
+        if pace is not None and (committed or busiest):
+            prefill_budget = pace.prefill_budget(committed, busiest)
         room = self._room(plan, prefill_budget, busiest, prefilling)
         for sequence in self._decode.running:
             if sequence.prefilling and room.left:
@@ -122,9 +117,9 @@ class PrefillScheduler:
         self._overdrawn = min(0.0, room.allowance)  # taken from the allowance of the next step
         if prefill_budget is not None:
             plan.busy_us, plan.rows_us = prefill_budget.busy, room.spent
-        elif self._pace is not None and plan.chunks:
-            costs = (self._pace.cost(0, chunk.start, chunk.stop - chunk.start, prefilling) for chunk in plan.chunks)
-            plan.alone_us = self._pace.fixed + sum(costs)
+        elif pace is not None and plan.chunks:
+            costs = (pace.cost(0, chunk.start, chunk.stop - chunk.start, prefilling) for chunk in plan.chunks)
+            plan.alone_us = pace.fixed + sum(costs)
 
     def learn(self, plan: Schedule, decode_us: int, prompt_rows: int, took_us: float) -> None:
         """Update the correction of the pace by a finished step. `plan` is its schedule and `took_us` its measured time.
@@ -141,15 +136,10 @@ class PrefillScheduler:
         elif plan.rows_us:
             self.correction.prompted(plan.busy_us, plan.rows_us, took_us)
 
-    def _prefill_budget(self, plan: Schedule, busiest: int) -> PrefillBudget | None:
-        """Set `plan.decode_us`. Return the `PrefillBudget`, or None without a pace or if no group decodes."""
-        committed, pace = [s.reach for s, _ in plan.decodes], self._pace
-        plan.decode_us = len(committed) if pace is None else int(pace.decoding(committed)) if committed else 0
-        return pace.prefill_budget(committed, busiest) if pace is not None and (committed or busiest) else None
-
     def _room(
         self, plan: Schedule, prefill_budget: PrefillBudget | None, busiest: int, prefilling: int
     ) -> RemainingRows:
+        """Return the step's budget of prompt rows. `prefill_budget` is None without a pace or if no group decodes."""
         if not plan.decodes and not busiest:  # no stream waits for this step: only the chunk size limits prompts
             return RemainingRows(self._budget)
         if prefill_budget is None or self._pace is None:

@@ -71,6 +71,7 @@ class Schedule:
         self.chunks.sort(key=lambda chunk: chunk.stop - chunk.start)
         decodes = [sequence for sequence, _ in self.decodes]
         drawing = decodes + [chunk.sequence for chunk in self.chunks if chunk.final]  # these get a token in the step
+        mode = mode_of(sequence.request.params for sequence in drawing)
         return StepInput(
             decodes=tuple(DecodeRequest(lease.row, min(s.reach, s.longest), s.committed) for s, lease in self.decodes),
             chunks=tuple(chunk.order() for chunk in self.chunks),
@@ -79,12 +80,8 @@ class Schedule:
             constraints=tuple(s.constraint() for s in self.admitted if s.request.params.grammar is not None),
             writes=writes,
             copies=self.copies,
-            mode=mode_of(sequence.request.params for sequence in drawing) | self._scoring,
+            mode=mode | SamplingMode.PROMPT_LOGPROBS if any(chunk.scored for chunk in self.chunks) else mode,
         )
-
-    @property
-    def _scoring(self) -> SamplingMode:
-        return SamplingMode.PROMPT_LOGPROBS if any(chunk.scored for chunk in self.chunks) else SamplingMode(0)
 
     def begin(self, shape: TreeShape) -> None:
         """Note in all requests that the step is in flight, with trees of this shape."""

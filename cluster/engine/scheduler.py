@@ -22,7 +22,7 @@ class Scheduler:
         self.waiting: deque[RequestState] = deque()
         self._cache = cache
         self.decode = DecodeScheduler(config, cache, window, self.waiting)
-        self.prefill = PrefillScheduler(config, cache, self.waiting, self.decode, pace)
+        self.prefill = PrefillScheduler(config, cache, self.decode, pace)
         self.running, self.learn, self.correction = self.decode.running, self.prefill.learn, self.prefill.correction
 
     @property

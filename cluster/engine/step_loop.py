@@ -38,13 +38,9 @@ class StepLoop:
         self.own_seconds = 0.0
         self._rung = threading.Event()
         self._slept_at = -1  # the step of the last sleep; the next sleep deletes the key of its ring
-        self._flights: deque[StepInFlight] = deque()
+        self.flights: deque[StepInFlight] = deque()
+        """Steps whose results are not read yet, the oldest first."""
         self._read_at = 0.0
-
-    @property
-    def in_flight(self) -> bool:
-        """Whether a step has begun whose results are not read yet."""
-        return bool(self._flights)
 
     @property
     def left(self) -> bool:
@@ -73,10 +69,10 @@ class StepLoop:
         self.steps += 1
         self.padded_rows += self.idle_rows(flight)
         if flight.output is not None:
-            self._flights.append(flight)
-        if len(self._flights) <= (0 if flight.output is None else self.lockstep.lag):
+            self.flights.append(flight)
+        if len(self.flights) <= (0 if flight.output is None else self.lockstep.lag):
             return None
-        due = self._flights.popleft()
+        due = self.flights.popleft()
         self.lockstep.read(due)
         before, self._read_at = self._read_at, time.perf_counter()
         due.took, due.waited = self._read_at - max(due.began, before), due.waits.take()
