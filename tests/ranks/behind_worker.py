@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from cluster.actors.engine_loop import EngineLoop
 from cluster.actors.messages import Commands
-from cluster.actors.step_loop import EngineLoop
 from cluster.capture.tape import Tape
 from cluster.config import EngineConfig
 from cluster.distributed.mesh import Rendezvous, Store
