@@ -1,4 +1,4 @@
-"""The actor of one rank, which holds the rank's models and its step loop.
+"""The actor of one rank, which holds the rank's models and its engine loop.
 
 Importing this module is cheap on purpose: only the actor's own process loads torch and the engine. No call interrupts
 a step: commands wait in the loop's inbox, and one streaming generator returns the items of the steps.
