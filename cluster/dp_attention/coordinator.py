@@ -31,12 +31,11 @@ class Coordinator:
 
     def header(self) -> RankFacts:
         """Return the facts of this rank as if it had no work and voted for the deepest tree."""
-        calls = self._mesh.world.clock.calls
         return RankFacts(
             self._mesh.epoch,
             self.step,
             self._digest,
-            calls,
+            self._mesh.world.clock.calls,
             num_steps=len(self._shapes) - 1,
             rule=self._fingerprint(),
             order=self.order,

@@ -15,7 +15,7 @@ from cluster.config.tree_shape import TreeShape
 from cluster.device.staging import Sent, Staging
 from cluster.kv.pool import SlotMemory, cells_of
 from cluster.models.runner import DraftRunner, TargetRunner
-from cluster.spec.tables import RequestTables
+from cluster.spec.step import RequestTables
 
 
 class Assembler:

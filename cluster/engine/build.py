@@ -48,8 +48,7 @@ from cluster.spec.draft import Draft, EagleDraft, NoDraft
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.multilayer import MultiLayerDraft
 from cluster.spec.propose import CoupledRanking
-from cluster.spec.step import Step
-from cluster.spec.tables import RequestTables
+from cluster.spec.step import RequestTables, Step
 from cluster.status import CaptureInfo, RankInfo
 from cluster.tokenizer.tokenizer import TextTokenizer
 

@@ -54,13 +54,13 @@ class Committer:
         assert output is not None, "only steps that ran are read"
         outputs, trees = self._decodes(step, output)
         outputs += self._prompts(schedule, output)
-        seconds = step.seconds | output.phases.seconds() | {"commit": time.perf_counter() - began}
+        step.seconds |= output.phases.seconds() | {"commit": time.perf_counter() - began}
         # The pace (`StepTimes`) predicts the time of a step with its commit, but without its scheduling.
-        took_us = 1e6 * (step.took + seconds["commit"] - seconds["schedule"])
+        took_us = 1e6 * (step.took + step.seconds["commit"] - step.seconds["schedule"])
         self._scheduler.learn(schedule, max(plan.decode_us), max(plan.prompt_rows), took_us)
         self._trees += len(trees)
         self._tree_tokens += sum(accepted for accepted, _ in trees)
-        return outputs, self._stats(step, trees, seconds, outputs, status())
+        return outputs, self._stats(step, trees, outputs, status())
 
     def _decodes(self, step: StepInFlight, given: StepOutput) -> tuple[list[SequenceOutput], list[tuple[int, int]]]:
         """Commit the trees. Return the outputs, and for each verified tree the number of tokens that it gave and the
@@ -165,19 +165,14 @@ class Committer:
         return [output, end] if output.token_ids else [end]
 
     def _stats(
-        self,
-        step: StepInFlight,
-        trees: list[tuple[int, int]],
-        seconds: dict[str, float],
-        outputs: list[SequenceOutput],
-        status: EngineStatus,
+        self, step: StepInFlight, trees: list[tuple[int, int]], outputs: list[SequenceOutput], status: EngineStatus
     ) -> StepStats:
         lens = [accepted for accepted, _ in trees]
         schedule, shape, lockstep = step.schedule, step.shape, self._loop.lockstep
         fresh, decodes = schedule.fresh, len(schedule.decodes)
         anew, self._anew = lockstep.programs.launched_anew - self._anew, lockstep.programs.launched_anew
         return StepStats(
-            phase_seconds=seconds,
+            phase_seconds=step.seconds,
             waited_seconds=step.waited,
             own_seconds=step.own,
             forward_seconds=step.forwards.take(),

@@ -33,7 +33,7 @@ class StepInFlight:
     rows, or if the gang ends with this step.
 
     `shape` is the tree of the step's tier. `waits` are the spans in collectives, `ended` is a mark of the step's end on
-    the device. `seconds` are the times of the host's phases. An `Engine` adds its `schedule`, and `forwards`, the spans
+    the device. `seconds` are the times of the phases. An `Engine` adds its `schedule`, and `forwards`, the spans
     of the model forwards. `began` is when the host began to schedule the step.
 
     Set when the results are read: `took`, the seconds until then, from the later of two moments: this step began, or

@@ -9,6 +9,7 @@ included), H hidden. Decoding requests come before finished prompts, and tree ro
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,19 +18,36 @@ from cluster.attention.ancestor_bits import line_bits, packed
 from cluster.batch import AttentionMetadata, Batch, PromptBatch, SamplingMode, with_prompts
 from cluster.config.tree_shape import TreeShape
 from cluster.device.timing import timer_of
+from cluster.kv.page_table import PageTable
 from cluster.models.runner import TargetRunner
 from cluster.models.vocab import ShardedLogits
+from cluster.sampling.logits_processor import LogitsTables
 from cluster.sampling.noise import Noise, keys_along, vocabulary_hashes
+from cluster.sampling.parameters import SamplingTable
 from cluster.sampling.sampler import Scores, choose, logprobs, scores
 from cluster.sampling.sampling_inputs import PhaseSampling, SamplingInputs, checksum
 from cluster.sampling.torch_sampler import Sampler
 from cluster.spec.compact import compact
 from cluster.spec.draft import Draft, NoDraft
 from cluster.spec.forced import forced_into
+from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.result import PhaseTimes, StepOutput, Trees
-from cluster.spec.tables import RequestTables
 from cluster.spec.tree import DraftTree
 from cluster.spec.verify import Accept, Accepted
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTables:
+    """Tables with an entry for every request row; the last row is that of idle requests.
+
+    `pages` has pages and committed lengths, `sampling` the sampling parameters, `adjusting` penalties and grammars,
+    `carried` what requests carry from step to step.
+    """
+
+    pages: PageTable
+    sampling: SamplingTable
+    adjusting: LogitsTables
+    carried: EagleDraftInput
 
 
 class Step:
