@@ -22,7 +22,7 @@ from cluster.sampling.sampling_inputs import PhaseSampling, SamplingInputs
 from cluster.spec.extend import extend_input, extend_seen
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.levels import Ancestry, after, grow
-from cluster.spec.propose import CoupledRanking, carry
+from cluster.spec.propose import Ranking, carry
 from cluster.spec.tree import DraftTree, Sprout, TorchGrowth, chain
 from cluster.spec.verify import Accepted
 
@@ -69,7 +69,7 @@ class EagleDraft:
     own KV pool, but uses the same slot numbers as the target.
     """
 
-    def __init__(self, runner: DraftRunner, ranking: CoupledRanking, sprout: Sprout = TorchGrowth) -> None:
+    def __init__(self, runner: DraftRunner, ranking: Ranking, sprout: Sprout = TorchGrowth) -> None:
         self._runner, self._ranking, self._sprout = runner, ranking, sprout
 
     def draft(self, batch: Batch, carried: EagleDraftInput, drawing: PhaseSampling, shape: TreeShape) -> DraftTree:

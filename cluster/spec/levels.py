@@ -13,7 +13,7 @@ from cluster.config.tree_shape import TreeShape
 from cluster.models.vocab import ShardedLogits
 from cluster.sampling.sampling_inputs import PhaseSampling
 from cluster.spec.inputs import EagleDraftInput
-from cluster.spec.propose import CoupledRanking
+from cluster.spec.propose import Ranking
 from cluster.spec.tree import DraftTree, Sprout
 
 
@@ -30,12 +30,7 @@ class Levels(Protocol):
 
 
 def grow(
-    carried: EagleDraftInput,
-    drawing: PhaseSampling,
-    shape: TreeShape,
-    ranking: CoupledRanking,
-    levels: Levels,
-    sprout: Sprout,
+    carried: EagleDraftInput, drawing: PhaseSampling, shape: TreeShape, ranking: Ranking, levels: Levels, sprout: Sprout
 ) -> DraftTree:
     """Return EAGLE-2's dynamic trees (arXiv 2406.16858): each level keeps the K best candidates by cumulative score.
 

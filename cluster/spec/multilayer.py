@@ -29,7 +29,7 @@ from cluster.sampling.sampling_inputs import PhaseSampling, SamplingInputs
 from cluster.spec.extend import extend_input, extend_seen
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.levels import Ancestry, after, grow
-from cluster.spec.propose import CoupledRanking, carry
+from cluster.spec.propose import Ranking, carry
 from cluster.spec.tree import DraftTree, Sprout, TorchGrowth, chain
 from cluster.spec.verify import Accepted
 
@@ -48,11 +48,7 @@ class MultiLayerDraft:
     """
 
     def __init__(
-        self,
-        draft_runner_list: list[DraftRunner],
-        ranking: CoupledRanking,
-        table: PageTable,
-        sprout: Sprout = TorchGrowth,
+        self, draft_runner_list: list[DraftRunner], ranking: Ranking, table: PageTable, sprout: Sprout = TorchGrowth
     ) -> None:
         """`draft_runner_list` has one runner per level; `table` is the page table that they share."""
         self._runners, self._ranking, self._table, self._sprout = draft_runner_list, ranking, table, sprout

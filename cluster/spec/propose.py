@@ -4,6 +4,7 @@ Legend: B requests, n rows of each, K topk, V vocabulary, Vd draft vocabulary, H
 """
 
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,9 +19,19 @@ from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.verify import Accepted
 
 
+class Ranking(Protocol):
+    """Picks the proposals of a draft from its logits."""
+
+    def propose(self, columns: ShardedLogits, draw: SamplingInputs) -> tuple[Tensor, Tensor]:
+        """Logits of n rows of each of B requests -> the K best (log-probability, target token id), `[B, n, K]` each.
+
+        All rows propose tokens for the same position; `draw` holds the target's noise there.
+        """
+        ...
+
+
 class CoupledRanking:
-    """Picks the proposals of a draft from its logits. Above temperature 0 it ranks with the *target's* noise (Gumbel
-    coupling).
+    """Ranks with the *target's* noise where the temperature is above 0 (Gumbel coupling).
 
     Where draft and target agree on the distribution, they then also agree on the sampled token.
     """
@@ -36,11 +47,7 @@ class CoupledRanking:
         self._own = (target_ids, self._hashes) if own_ids is None else (own_ids, token_hashes(own_ids))
 
     def propose(self, columns: ShardedLogits, draw: SamplingInputs) -> tuple[Tensor, Tensor]:
-        """Logits of n rows of each of B requests -> the K best (log-probability, target token id), `[B, n, K]` each, by
-        tempered, adjusted draft logits plus noise.
-
-        All rows propose tokens for the same position; `draw` holds the target's noise there.
-        """
+        """Return the K best by tempered, adjusted draft logits plus noise; see `Ranking.propose`."""
         columns, masks = adjusted(columns, [draw], self._ids)
         # Noise is keyed by target id, so take the noise of the ids that the columns stand for. Adjusted logits are
         # whole rows, so they need the ids of all columns.
@@ -53,12 +60,12 @@ class CoupledRanking:
 
 
 def carry(
-    runner: DraftRunner, ranking: CoupledRanking, draw: SamplingInputs, accepted: Accepted, gave: tuple[Tensor, Tensor]
+    runner: DraftRunner, ranking: Ranking, draw: SamplingInputs, accepted: Accepted, gave: tuple[Tensor, Tensor]
 ) -> EagleDraftInput:
     """Return what requests carry to the next draft phase.
 
     `gave` is the output of extend at each request's last committed row: (input of the head, recurrent hidden), `[B, H]`
-    each. `draw` as in `CoupledRanking.propose`.
+    each. `draw` as in `Ranking.propose`.
     """
     normed, recurrent = gave
     likely, proposed = ranking.propose(runner.logits(normed), draw)
