@@ -29,17 +29,19 @@ class DecodeScheduler:
         shape = tree_shape(config)
         self._deepest, self._shape = shape.num_steps, shape.forcing()
 
-    def schedule(self, plan: Schedule) -> None:
-        """Add the requests that decode to `plan`, with pages for their windows."""
+    def schedule(self, schedule: Schedule) -> None:
+        """Add the requests that decode to `schedule`, with pages for their windows."""
         while True:
-            plan.decodes = [(s, s.lease) for s in self.running if s.lease is not None and not (s.prefilling or s.ends)]
+            schedule.decodes = [
+                (s, s.lease) for s in self.running if s.lease is not None and not (s.prefilling or s.ends)
+            ]
             # `reach` bounds the committed tokens from above: results of steps in flight are not known yet.
-            reaches = [min(s.reach, s.longest) + self.window_of(s) for s, _ in plan.decodes]
-            if self._cache.grow([lease for _, lease in plan.decodes], reaches):
+            reaches = [min(s.reach, s.longest) + self.window_of(s) for s, _ in schedule.decodes]
+            if self._cache.grow([lease for _, lease in schedule.decodes], reaches):
                 break
             self._retract(self.running[-1])
-            plan.retracted += 1
-        plan.num_steps = self._config.levels_at(len(plan.decodes), self._deepest)
+            schedule.retracted += 1
+        schedule.num_steps = self._config.levels_at(len(schedule.decodes), self._deepest)
 
     def publish(self) -> None:
         """Put all pages that the last step completed into the radix tree, where other requests find them."""

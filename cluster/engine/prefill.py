@@ -98,58 +98,58 @@ class PrefillScheduler:
         self._overdrawn = 0.0  # microseconds, 0 or less: what the last step took beyond its allowance
         self.correction = Correction()
 
-    def schedule(self, plan: Schedule, busiest: int, prefilling: int) -> None:
-        """Add prompt chunks and admitted requests to `plan`, whose decoding requests are known.
+    def schedule(self, schedule: Schedule, busiest: int, prefilling: int) -> None:
+        """Add prompt chunks and admitted requests to `schedule`, whose decoding requests are known.
 
         `busiest` is the largest `decode_us` of other groups, whose requests wait while this group computes prompt rows.
         `prefilling` is the number of other groups that run prompt rows.
         """
-        committed, pace, prefill_budget = [s.reach for s, _ in plan.decodes], self._pace, None
-        plan.decode_us = len(committed) if pace is None else int(pace.decoding(committed)) if committed else 0
+        committed, pace, prefill_budget = [s.reach for s, _ in schedule.decodes], self._pace, None
+        schedule.decode_us = len(committed) if pace is None else int(pace.decoding(committed)) if committed else 0
         if pace is not None and (committed or busiest):
             prefill_budget = pace.prefill_budget(committed, busiest)
-        room = self._room(plan, prefill_budget, busiest, prefilling)
+        room = self._room(schedule, prefill_budget, busiest, prefilling)
         for sequence in self._decode.running:
             if sequence.prefilling and room.left:
-                self._ride(plan, sequence, room)
-        if self._waiting and not plan.retracted:  # after a retraction pages are short: admit nobody
-            self._admit_waiting(plan, room)
+                self._ride(schedule, sequence, room)
+        if self._waiting and not schedule.retracted:  # after a retraction pages are short: admit nobody
+            self._admit_waiting(schedule, room)
         self._overdrawn = min(0.0, room.allowance)  # taken from the allowance of the next step
         if prefill_budget is not None:
-            plan.busy_us, plan.rows_us = prefill_budget.busy, room.spent
-        elif pace is not None and plan.chunks:
-            costs = (pace.cost(0, chunk.start, chunk.stop - chunk.start, prefilling) for chunk in plan.chunks)
-            plan.alone_us = pace.fixed + sum(costs)
+            schedule.busy_us, schedule.rows_us = prefill_budget.busy, room.spent
+        elif pace is not None and schedule.chunks:
+            costs = (pace.cost(0, chunk.start, chunk.stop - chunk.start, prefilling) for chunk in schedule.chunks)
+            schedule.alone_us = pace.fixed + sum(costs)
 
-    def learn(self, plan: Schedule, decode_us: int, prompt_rows: int, took_us: float) -> None:
-        """Update the correction of the pace by a finished step. `plan` is its schedule and `took_us` its measured time.
-        `decode_us` is the largest of all groups, and `prompt_rows` the largest number of prompt rows of any group.
+    def learn(self, schedule: Schedule, decode_us: int, prompt_rows: int, took_us: float) -> None:
+        """Update the correction of the pace by a finished step, which took `took_us`. `decode_us` is the largest of all
+        groups, and `prompt_rows` the largest number of prompt rows of any group.
         """
         if self._pace is None:
             return
         if not decode_us:
-            telling = plan.alone_us > 2 * self._pace.fixed  # prompt rows, not the fixed cost, took most of the time
-            if telling and plan.prompt_rows >= prompt_rows:  # otherwise another group determined the time
-                self.correction.prefilled(plan.alone_us, took_us)
+            telling = schedule.alone_us > 2 * self._pace.fixed  # prompt rows, not the fixed cost, took most of the time
+            if telling and schedule.prompt_rows >= prompt_rows:  # otherwise another group determined the time
+                self.correction.prefilled(schedule.alone_us, took_us)
         elif not prompt_rows:
             self.correction.decoded(decode_us, took_us)
-        elif plan.rows_us:
-            self.correction.prompted(plan.busy_us, plan.rows_us, took_us)
+        elif schedule.rows_us:
+            self.correction.prompted(schedule.busy_us, schedule.rows_us, took_us)
 
     def _room(
-        self, plan: Schedule, prefill_budget: PrefillBudget | None, busiest: int, prefilling: int
+        self, schedule: Schedule, prefill_budget: PrefillBudget | None, busiest: int, prefilling: int
     ) -> RemainingRows:
         """Return the step's budget of prompt rows. `prefill_budget` is None without a pace or if no group decodes."""
-        if not plan.decodes and not busiest:  # no stream waits for this step: only the chunk size limits prompts
+        if not schedule.decodes and not busiest:  # no stream waits for this step: only the chunk size limits prompts
             return RemainingRows(self._budget)
         if prefill_budget is None or self._pace is None:
             return RemainingRows(self._mixed_budget)
         # Prompt rows take `dearer` times the time that the pace predicts, so the allowance is divided by `dearer`.
         allowance = prefill_budget.allowance / self.correction.dearer.value + self._overdrawn
-        beside = len(plan.decodes) * self._pace.tree
+        beside = len(schedule.decodes) * self._pace.tree
         return RemainingRows(self._mixed_budget, allowance, self._pace, beside=beside, prefilling=prefilling)
 
-    def _ride(self, plan: Schedule, sequence: RequestState, room: RemainingRows) -> None:
+    def _ride(self, schedule: Schedule, sequence: RequestState, room: RemainingRows) -> None:
         """Add the next chunk of a request's prompt to the step, with as many rows as the budget `room` allows."""
         start, end = sequence.reach, len(sequence.tokens)
         if sequence.scores_left(start, end):
@@ -160,9 +160,9 @@ class PrefillScheduler:
         if stop > start and sequence.lease is not None:
             scored = sequence.scores_left(start, stop)
             room.scored -= scored
-            plan.chunks.append(Chunk(sequence, sequence.lease, start, stop, stop == len(sequence.tokens), scored))
+            schedule.chunks.append(Chunk(sequence, sequence.lease, start, stop, stop == len(sequence.tokens), scored))
 
-    def _admit_waiting(self, plan: Schedule, room: RemainingRows) -> None:
+    def _admit_waiting(self, schedule: Schedule, room: RemainingRows) -> None:
         """Admit requests in order of arrival, while there are pages and at least one prompt row for each request."""
         running = self._decode.running
         coming = {self._next(s) for s in running if not s.known} - {None}  # the next pages of running prompts
@@ -185,9 +185,9 @@ class PrefillScheduler:
             spare += self._decode.growth(sequence)
             coming.add(self._next(sequence))
             if fresh:
-                plan.fresh.append(sequence)
-            plan.admitted.append(sequence)
-            self._ride(plan, sequence, room)
+                schedule.fresh.append(sequence)
+            schedule.admitted.append(sequence)
+            self._ride(schedule, sequence, room)
 
     def _next(self, sequence: RequestState) -> Next | None:
         """The pages of the next `WORTH_WAITING` tokens that a request computes, as a key; None if too few remain."""

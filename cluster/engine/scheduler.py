@@ -35,12 +35,12 @@ class Scheduler:
         """Return the work of the next step, and grow the leases to hold it. `busiest` and `prefilling`, of other
         groups, as in `PrefillScheduler.schedule`.
         """
-        plan = Schedule()
+        schedule = Schedule()
         self.decode.publish()  # first, so that requests admitted now find the pages of the last step
-        self.decode.schedule(plan)
-        self.prefill.schedule(plan, busiest, prefilling)
-        plan.copies = self._cache.take_copies()
-        return plan
+        self.decode.schedule(schedule)
+        self.prefill.schedule(schedule, busiest, prefilling)
+        schedule.copies = self._cache.take_copies()
+        return schedule
 
     def release(self, sequence: RequestState) -> None:
         """Drop a request, waiting or running; its committed full pages go to the radix tree."""
