@@ -165,7 +165,7 @@ class Engine:
         Raises:
             GangError: a peer is gone, or ranks are out of step.
         """
-        p, lockstep, began = self._p, self.lockstep, time.perf_counter()
+        p, began = self._p, time.perf_counter()
         # What other groups decode is known from the last plan only: agreement comes after scheduling.
         schedule = p.scheduler.schedule(self._busiest, self._prefilling)
         if schedule.admitted:  # before the step runs: if it crashes, the replica suspects these requests
@@ -175,22 +175,21 @@ class Engine:
         for sequence in schedule.fresh:
             sequence.times.admit(scheduled)
         # Each group votes for a tree depth by its own load; the plan takes the lowest vote.
-        flight = lockstep.run(order, len(self._sequences), schedule.num_steps, schedule.decode_us)
-        flight.schedule, flight.began, flight.forwards = schedule, began, p.forwards.split()
-        flight.seconds["schedule"] = scheduled - began
-        plan, own_group = flight.plan, lockstep.mesh.dp_rank
+        flight = self._loop.begin(order, schedule, len(self._sequences))
+        flight.began, flight.forwards, flight.seconds["schedule"] = began, p.forwards.split(), scheduled - began
+        plan, own_group = flight.plan, self.lockstep.mesh.dp_rank
         self._busiest = max((us for g, us in enumerate(plan.decode_us) if g != own_group), default=0)
         self._prefilling = sum(rows > 0 for g, rows in enumerate(plan.prompt_rows) if g != own_group)
         if flight.output is not None:  # otherwise nothing ran: the page table's changes stay unsent
             p.cache.table.sent()
             schedule.begin(flight.shape)
-        idle, due = flight.output is None, self._loop.begin(flight)
+        idle, due = flight.output is None, self._loop.due(flight)
         outputs, self._over = self._over, []
         if due is not None:
             committed, stats = self._committer.commit(due, self.status)
             outputs = outputs + committed
         else:
-            stats = StepStats(rank=lockstep.mesh.rank, status=self.status())
+            stats = StepStats(rank=self.lockstep.mesh.rank, status=self.status())
         if due is not None or idle:
             self.metrics.observe_step(stats)
         return StepResult(tuple(outputs), stats)

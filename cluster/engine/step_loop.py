@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from cluster.batch import StepInput
 from cluster.engine.lockstep import Lockstep, StepInFlight
+from cluster.engine.schedule import Schedule
 from cluster.observability.metrics import EngineMetrics, StepStats
 from cluster.request import Request, SequenceOutput
 from cluster.status import EngineStatus, RankInfo
@@ -58,19 +59,23 @@ class StepLoop:
         clock = self.lockstep.mesh.world.clock
         return clock.marks, clock.waits
 
-    def begin(self, flight: StepInFlight) -> StepInFlight | None:
-        """Note a step that `lockstep` has begun. If the results of a step are due now, wait for them and return that
-        step; otherwise return None.
-
-        At most `Lockstep.lag` steps stay in flight. If this step ran nothing, none stays: the device has no work that
-        could overlap.
-        """
-        self.quiet = flight.plan.quiet
+    def begin(self, order: StepInput, schedule: Schedule, requests: int) -> StepInFlight:
+        """Begin the next step of the gang; `order` and `requests` as in `Lockstep.run`."""
+        flight = self.lockstep.run(order, requests, schedule.num_steps, schedule.decode_us)
+        flight.schedule, self.quiet = schedule, flight.plan.quiet
         self.steps += 1
         self.padded_rows += self.idle_rows(flight)
         if flight.output is not None:
             self.flights.append(flight)
-        if len(self.flights) <= (0 if flight.output is None else self.lockstep.lag):
+        return flight
+
+    def due(self, last: StepInFlight) -> StepInFlight | None:
+        """If the results of a step are due after `last` has begun, wait for them and return that step; else None.
+
+        At most `Lockstep.lag` steps stay in flight. If `last` ran nothing, none stays: the device has no work that
+        could overlap.
+        """
+        if len(self.flights) <= (0 if last.output is None else self.lockstep.lag):
             return None
         due = self.flights.popleft()
         self.lockstep.read(due)
@@ -137,7 +142,7 @@ class StepLoop:
         """Run the leader's step on this rank's shards."""
         lockstep = self.lockstep
         # The plan ignores the votes of followers.
-        step = self.begin(lockstep.run(StepInput(), 0, len(lockstep.shapes) - 1))
+        step = self.due(self.begin(StepInput(), Schedule(num_steps=len(lockstep.shapes) - 1), 0))
         stats = StepStats(rank=lockstep.mesh.rank)
         if step is not None and step.output is not None:
             stats = StepStats(
