@@ -9,15 +9,17 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
+
 from cluster.batch import StepInput
 from cluster.bench import rank_process
 from cluster.config import EngineConfig
 from cluster.config.tree_shape import TreeShape
+from cluster.device.timing import HOST
 from cluster.dp_attention.plan import ScriptCall, StepPlan
+from cluster.engine import Rank
 from cluster.engine.assembler import Assembler
-from cluster.engine.rank import Rank
-from cluster.observability.metrics import DEVICE_PHASES
-from cluster.spec.result import StepDecisions
+from cluster.spec.result import PhaseTimes, StepOutput
 
 TOKEN = 7
 
@@ -45,9 +47,9 @@ class SimulatedDevice:
     def run(self, order: StepInput, plan: StepPlan, shape: TreeShape) -> "SimulatedOutput":
         """Assemble and queue a step; return its output, which can be read once the step's time is over."""
         began = time.perf_counter()
-        inputs, finals = self.assembler.send(order, shape.forced), sum(chunk.final for chunk in order.chunks)
-        now = time.perf_counter()
-        counts = inputs.decodes, finals, sum(chunk.stop - chunk.start for chunk in order.chunks)
+        self.assembler.send(order, shape.forced)
+        now, finals = time.perf_counter(), sum(chunk.final for chunk in order.chunks)
+        counts = len(order.decodes), finals, sum(chunk.stop - chunk.start for chunk in order.chunks)
         steady = counts == (self._full, 0, 0)
         if steady:
             self.gaps.append(max(0.0, now - self._free))
@@ -64,8 +66,8 @@ class SimulatedOutput:
     ) -> None:
         self._device, self._over, self._counts, self._num_steps, self._steady = device, over, counts, num_steps, steady
 
-    def read(self) -> StepDecisions:
-        """Wait until the step's time is over, and return its simulated decisions."""
+    def read(self) -> StepOutput:
+        """Wait until the step's time is over, and return its simulated results."""
         left = self._over - time.perf_counter()
         if left > 0:
             time.sleep(left)
@@ -73,15 +75,9 @@ class SimulatedOutput:
             self._device.waited.append(max(0.0, left))
         requests, finals, rows = self._counts
         width = self._num_steps + 1
-        return StepDecisions(
-            tokens=[[TOKEN] * width] * requests,
-            accept_len=[max(1, self._num_steps)] * requests,
-            finite=[width] * requests,
-            first=[TOKEN] * finals,
-            sound=[True] * rows,
-            logprobs=None,
-            seconds=dict.fromkeys(DEVICE_PHASES, 0.0),
-        )
+        given = [*([TOKEN] * width), max(1, self._num_steps), width] * requests + [TOKEN] * finals + [1] * rows
+        phases = PhaseTimes(HOST, [0.0] * 4)
+        return StepOutput(torch.empty(0), requests, width, finals, rows, phases, numbers=given)
 
 
 class NoScript:
@@ -98,7 +94,7 @@ def simulate(rank: Rank, step_s: float, full: int, ahead: bool) -> SimulatedDevi
     """Put a simulated device into a rank without followers, and return the device. `ahead`: the host runs one step
     ahead of the device.
     """
-    lockstep: Any = rank._lockstep
+    lockstep: Any = rank.lockstep
     lockstep.exchange = NoScript()
     device = SimulatedDevice(lockstep.programs.assembler, step_s, full)
     lockstep.programs, lockstep.lag = device, int(ahead)

@@ -14,10 +14,9 @@ import torch
 from cluster.batch import StepInput
 from cluster.config.tree_shape import TreeShape
 from cluster.dp_attention.plan import StepPlan
-from cluster.engine import Engine, build
+from cluster.engine import Engine, Rank, build
 from cluster.engine.programs import Programs
-from cluster.engine.rank import Rank
-from cluster.spec.result import StepDecisions
+from cluster.spec.result import StepOutput
 
 R = TypeVar("R", bound=Rank)
 
@@ -40,14 +39,14 @@ class LatePrograms:
     def run(self, order: StepInput, plan: StepPlan, shape: TreeShape) -> "LateOutput":
         meant = running(self._rank)
 
-        def late() -> StepDecisions:
+        def late() -> StepOutput:
             self.owners.clear()
             self.owners.update(meant)
-            inputs = self.assembler.send(order, shape.forced)
+            sent = self.assembler.send(order, shape.forced)
             if self.before is not None:
                 with torch.inference_mode():
                     self.before(order)
-            return self.step.run(self.assembler.batch(inputs), shape).read()
+            return self.step.run(self.assembler.batch(sent, plan.mode, shape.forced), shape).read()
 
         output = LateOutput(late, self._queue)
         self._queue.append(output)
@@ -57,10 +56,10 @@ class LatePrograms:
 class LateOutput:
     """What a step will have decided."""
 
-    def __init__(self, run: Callable[[], StepDecisions], queue: "deque[LateOutput]") -> None:
+    def __init__(self, run: Callable[[], StepOutput], queue: "deque[LateOutput]") -> None:
         self._run, self._queue = run, queue
 
-    def read(self) -> StepDecisions:
+    def read(self) -> StepOutput:
         assert self._queue.popleft() is self, "steps are read in the order in which they began"
         return self._run()
 
@@ -80,7 +79,7 @@ def owners(engine: Engine) -> dict[int, str]:
 
 def delay(rank: R) -> R:
     """Have the host of this rank, which is alone, be a step ahead of a device that runs as late as it can."""
-    lockstep: Any = rank._lockstep
+    lockstep: Any = rank.lockstep
     assert lockstep.mesh.world.size == 1, "collectives of ranks that wait for each other cannot be put off"
     lockstep.programs = LatePrograms(lockstep.programs, rank)
     lockstep.lag = 1

@@ -1,5 +1,5 @@
 """Predicts when a rank will have computed a prompt, by simulating the rank's queue by the rules of
-`engine/scheduler.py`.
+`engine/prefill.py`.
 
 A rank serves its requests in order of arrival. To begin, a request needs a slot of the rank and KV for its prompt.
 Running requests take more KV as they grow, and return slot and KV when they end. The rows of a prompt are computed

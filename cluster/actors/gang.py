@@ -277,7 +277,7 @@ class Gang:
             logger.exception("gang %s: on_loss failed", self.spec.name)
 
     async def stop(self, timeout_s: float = 3.0) -> None:
-        """End the step loops after their present step, then the shards and the placement group."""
+        """End the engine loops after their present step, then the shards and the placement group."""
         if self.life:
             await self.life.stop(timeout_s)
         self.kill()

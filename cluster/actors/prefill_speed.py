@@ -1,4 +1,4 @@
-"""How fast a rank computes prompts, by the rules of `engine/scheduler.py` and the measured step times.
+"""How fast a rank computes prompts, by the rules of `engine/prefill.py` and the measured step times.
 
 A prompt row is one prompt token to compute. While no request of any rank decodes ("alone"), a step holds at most
 `chunked_prefill_size` prompt rows. While some request decodes ("beside" decoding), the prefill budget of

@@ -1,4 +1,4 @@
-"""The actor of one rank, which holds the rank's models and its step loop.
+"""The actor of one rank, which holds the rank's models and its engine loop.
 
 Importing this module is cheap on purpose: only the actor's own process loads torch and the engine. No call interrupts
 a step: commands wait in the loop's inbox, and one streaming generator returns the items of the steps.
@@ -14,13 +14,13 @@ from typing import Any
 
 import ray
 
+from cluster.actors.engine_loop import EngineLoop, StepEngine, kind_of
 from cluster.actors.gpus import own_gpus, see_only
 from cluster.actors.grammar_transfer import GrammarCache
 from cluster.actors.loading import in_a_thread_that_ends
 from cluster.actors.messages import Commands, Failure, Heartbeat, LoadError, StepItem
 from cluster.actors.network_interface import choose_interface, node_address
 from cluster.actors.process_settings import settle
-from cluster.actors.step_loop import EngineLoop, StepEngine, kind_of
 from cluster.arch.hub import fetch
 from cluster.config import ConfigError, EngineConfig
 from cluster.distributed.cpu_progress import Effort, Pulse, reads

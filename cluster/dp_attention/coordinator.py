@@ -25,20 +25,21 @@ class Coordinator:
         self._plan: StepPlan | None = None
         self._sum: tuple[tuple[object, ...], int] = (), 0
         self._script: tuple[tuple[object, ...], list[ScriptCall]] = (), []
-        self.step = self._order = self._results = 0
+        self.step = 0
+        self.order = self.results = 0
+        """Checksums for the next header: of the step input and of the last results of this rank's group."""
 
     def header(self) -> RankFacts:
         """Return the facts of this rank as if it had no work and voted for the deepest tree."""
-        calls = self._mesh.world.clock.calls
         return RankFacts(
             self._mesh.epoch,
             self.step,
             self._digest,
-            calls,
+            self._mesh.world.clock.calls,
             num_steps=len(self._shapes) - 1,
             rule=self._fingerprint(),
-            order=self._order,
-            results=self._results,
+            order=self.order,
+            results=self.results,
         )
 
     def agree(self, facts: RankFacts) -> StepPlan:
@@ -74,14 +75,6 @@ class Coordinator:
             shape = plan.tree(self._shapes)
             self._script = given, script(plan, shape, self._target, self._draft, self._rule.attn_tp > 1)
         return self._script[1]
-
-    def ordered(self, order: int) -> None:
-        """Note the checksum of the step input of this rank's group, for the next header."""
-        self._order = order
-
-    def decided(self, results: int) -> None:
-        """Note the checksum of a step's results in this rank's group, for the next header."""
-        self._results = results
 
     def taken(self) -> None:
         """Note that the agreed step is over: the next `agree` may follow."""

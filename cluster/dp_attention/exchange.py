@@ -65,7 +65,7 @@ class Exchange:
             if call != planned:
                 self._call = planned or self._call
                 would = "ends" if call is None else f"calls {call.op} of rows {list(call.rows)} in phase {call.phase}"
-                comes = "the step ends" if planned is None else f"{self._next_words()} comes next"
+                comes = "the step ends" if planned is None else f"{_words(self._call)} comes next"
                 raise self._off(f"is about to replay a program that {would} as its call {number} where {comes}")
         self._script.clear()
         self._call = self._call._replace(phase="replay")
@@ -78,7 +78,7 @@ class Exchange:
         """
         if self._script:
             self._call = self._script[0]
-            raise self._off(f"ended where {self._next_words()} comes next")
+            raise self._off(f"ended where {_words(self._call)} comes next")
 
     def share(self, words: list[int]) -> list[int]:
         """Broadcast the leader's `words` (a packed step input) to the attention group, over gloo."""
@@ -228,7 +228,7 @@ class Exchange:
         self._call = self._script.popleft()
         self._mesh.enter(self._call.phase, self._step)
         if self._call.op != op:
-            raise self._off(f"calls {op} where {self._next_words()} comes next")
+            raise self._off(f"calls {op} where {_words(self._call)} comes next")
         return self._call
 
     def _check(self, rows: Tensor, count: int, width: int | None = None, dtype: torch.dtype | None = None) -> None:
@@ -249,9 +249,6 @@ class Exchange:
     def _first(self, call: ScriptCall) -> int:
         """The index of the first own row among the rows scored."""
         return sum(call.rows[: self._mesh.dp_rank]) if self.wide else 0
-
-    def _next_words(self) -> str:
-        return _words(self._call)
 
     def _off(self, what: str, rank: int | None = None) -> OutOfStepError:
         """The error that says that this rank, or `rank`, is out of step."""

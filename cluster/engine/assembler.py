@@ -6,7 +6,6 @@ the step's program, which is the same for all steps of one key and can be captur
 
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Ordered
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,24 +13,9 @@ from torch import Tensor
 from cluster.batch import Batch, HostBounds, PageWrite, PromptBatch, PromptChunk, PromptRows, SamplingMode, StepInput
 from cluster.config.tree_shape import TreeShape
 from cluster.device.staging import Sent, Staging
-from cluster.kv.page_table import PageTable
 from cluster.kv.pool import SlotMemory, cells_of
 from cluster.models.runner import DraftRunner, TargetRunner
-from cluster.sampling.logits_processor import LogitsTables
-from cluster.sampling.parameters import SamplingTable
-
-
-@dataclass(frozen=True, slots=True)
-class ProgramInputs:
-    """The inputs of a step's program: numbers on the device (`sent`), the index of its buffer set (`turn`), and values
-    that decide its shapes.
-    """
-
-    sent: Sent
-    decodes: int
-    mode: SamplingMode
-    forced: int
-    turn: int = 0
+from cluster.spec.step import RequestTables
 
 
 class Assembler:
@@ -39,9 +23,7 @@ class Assembler:
 
     def __init__(
         self,
-        table: PageTable,
-        sampling: SamplingTable,
-        adjusting: LogitsTables,
+        tables: RequestTables,
         shape: TreeShape,
         slots: Ordered[SlotMemory],
         runners: Ordered[TargetRunner | DraftRunner],
@@ -52,10 +34,11 @@ class Assembler:
         in flight.
         """
         self.turns = turns
-        self._turn = 0
-        self._table, self._sampling, self._adjusting = table, sampling, adjusting
+        self.turn = 0
+        """The buffer set of the step that was sent last."""
+        self._table, self._sampling, self._adjusting = tables.pages, tables.sampling, tables.adjusting
         self._slots, self._runners = slots, runners
-        self._device = table.device_pages.device
+        self._device = self._table.device_pages.device
         self._window, self._beyond = shape.window, positions_beyond(shape)
         self._ahead = torch.arange(shape.window + shape.forcing().forced, device=self._device)
         none = torch.zeros(0, dtype=torch.int64, device=self._device)
@@ -66,9 +49,9 @@ class Assembler:
         """The table row of idle requests."""
         return self._table.idle_row
 
-    def send(self, order: StepInput, forced: int) -> ProgramInputs:
-        """Send the numbers of a step to the device, and apply its changes to tables and pools there. The trees of the
-        step hold up to `forced` nodes that grammars force.
+    def send(self, order: StepInput, forced: int) -> Sent:
+        """Send the numbers of a step to the device, and apply its changes to tables and pools there. Return the numbers
+        that `batch` needs. The trees of the step hold up to `forced` nodes that grammars force.
         """
         staging = Staging(self._device)
         if order.adjustings or SamplingMode.ADJUSTED in order.mode:
@@ -94,12 +77,12 @@ class Assembler:
             self._change(order, rest.lists())
         longest = max((decode.most for decode in order.decodes), default=0)
         chunks = tuple((chunk.start, chunk.stop) for chunk in order.chunks)
-        self._turn = (self._turn + 1) % self.turns  # a step in flight may still use the last buffer set
-        bounds = HostBounds(longest, chunks, forced, tuple(decode.least for decode in order.decodes), self._turn)
+        self.turn = (self.turn + 1) % self.turns  # a step in flight may still use the last buffer set
+        bounds = HostBounds(longest, chunks, forced, tuple(decode.least for decode in order.decodes), self.turn)
         positions = max((longest, *(stop for _, stop in chunks))) + self._beyond
         for runner in self._runners:
             runner.prepare(bounds, positions)
-        return ProgramInputs(sent, len(order.decodes), order.mode, forced, self._turn)
+        return sent
 
     def _change(self, order: StepInput, changes: dict[str, Tensor]) -> None:
         """Apply the changes on the device, queued behind the steps in flight, which still use the old values."""
@@ -114,22 +97,22 @@ class Assembler:
             for memory in self._slots:
                 memory.move_kv_cache(*changes["copies"].view(2, -1))
 
-    def batch(self, inputs: ProgramInputs) -> Batch:
+    def batch(self, sent: Sent, mode: SamplingMode, forced: int) -> Batch:
         """Build the batch of a step. A captured program begins here: only torch operators run, no value is read."""
-        sent = inputs.sent.lists()
-        rows = sent["rows"]
-        decode_rows = rows[: inputs.decodes]
+        lists = sent.lists()
+        rows = lists["rows"]
+        decode_rows = rows[: sent.lengths["rows"] - sent.lengths.get("final rows", 0)]
         seq_lens = self._table.lens.index_select(0, decode_rows)
-        ahead = self._ahead[: self._window + inputs.forced]
+        ahead = self._ahead[: self._window + forced]
         return Batch(
             rows=rows,
             decode_rows=decode_rows,
             seq_lens=seq_lens,
             window=self._table.slots(decode_rows[:, None], seq_lens[:, None] + ahead),
-            sampling=self._sampling.take(rows, SamplingMode.NOISY in inputs.mode, SamplingMode.FILTERED in inputs.mode),
-            prompt=self._prompt(sent) if "tokens" in sent else self._no_prompt,
-            mode=inputs.mode,
-            scored=sent.get("scored"),
+            sampling=self._sampling.take(rows, SamplingMode.NOISY in mode, SamplingMode.FILTERED in mode),
+            prompt=self._prompt(lists) if "tokens" in lists else self._no_prompt,
+            mode=mode,
+            scored=lists.get("scored"),
         )
 
     def _prompt(self, sent: dict[str, Tensor]) -> PromptBatch:

@@ -22,7 +22,7 @@ from cluster.engine.backends import TreeBackend, bitmask_of, sampler_of, tree_ba
 from cluster.engine.calibrate import measure_pace
 from cluster.engine.captures import Captures, capture_decoding, captures_of
 from cluster.engine.draft_sample import check_sample
-from cluster.engine.engine import Engine, EngineParts
+from cluster.engine.engine import Engine, EngineParts, Rank
 from cluster.engine.grammars import LateMatchers
 from cluster.engine.host_memory import keep_freed
 from cluster.engine.lockstep import Lockstep
@@ -30,9 +30,9 @@ from cluster.engine.memory import RankMemory, allocate
 from cluster.engine.models import RankModels, kernels_of, load_models
 from cluster.engine.one_shot_setting import refuse_summing, sum_in_one_shot
 from cluster.engine.programs import Programs
-from cluster.engine.rank import Follower, Rank
 from cluster.engine.rank_agreement import same_everywhere
 from cluster.engine.scheduler import Scheduler
+from cluster.engine.step_loop import StepLoop
 from cluster.engine.workspace import SMALLER_KV, beside, fitting, measured_needs, rehearsed
 from cluster.kv.device_memory import DeviceMemory, memory_of
 from cluster.kv.pool import SlotMemory
@@ -48,7 +48,7 @@ from cluster.spec.draft import Draft, EagleDraft, NoDraft
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.multilayer import MultiLayerDraft
 from cluster.spec.propose import CoupledRanking
-from cluster.spec.step import Step
+from cluster.spec.step import RequestTables, Step
 from cluster.status import CaptureInfo, RankInfo
 from cluster.tokenizer.tokenizer import TextTokenizer
 
@@ -210,7 +210,7 @@ def allocated(
 
 def assemble(prepared: EnginePlan, draft: Draft) -> Rank:
     """Return the engine of one rank on its mesh: an `Engine` if the rank leads its attention group, otherwise a
-    `Follower`.
+    `StepLoop`.
 
     Raises:
         ConfigError: the draft does not reproduce the sample in its folder.
@@ -239,8 +239,9 @@ def assemble(prepared: EnginePlan, draft: Draft) -> Rank:
         logger.warning("draft %s: %s", resolved.config.speculative_draft_model_path, doubt)
     kept = mesh.rank, info.kv_tokens, info.kv_cache_dtype, info.kv_bytes_per_token, info.kv_sized_by
     logger.info("rank %d: KV cache of %d tokens in %s, %d bytes a token (%s)", *kept)
+    loop = StepLoop(lockstep, metrics, info)
     if not mesh.leads:
-        return Follower(lockstep, metrics, info)
+        return loop
     return Engine(
         EngineParts(
             config=resolved.config,
@@ -249,11 +250,9 @@ def assemble(prepared: EnginePlan, draft: Draft) -> Rank:
             context_length=prepared.context_length,
             cache=memory.cache,
             scheduler=Scheduler(resolved.config, memory.cache, resolved.shape.window, pace),
-            lockstep=lockstep,
-            watch=memory.watch,
+            loop=loop,
+            forwards=memory.watch,
             tokenizer=_tokenizer(resolved.config),
-            metrics=metrics,
-            info=info,
         )
     )
 
@@ -269,11 +268,12 @@ def _lockstep(prepared: EnginePlan, draft: Draft, captures: Captures | None) -> 
     if isinstance(draft, MultiLayerDraft):
         slots.append(draft)
     buckets = None if captures is None else captures.buckets
-    table, target = memory.cache.table, prepared.resolved.target
+    target = prepared.resolved.target
     vocab, turns = target.vocab_size, 1 if models.kernels.flashinfer is None else 2
     matchers = LateMatchers(config.tokenizer_path or config.model_path, vocab, target.eos_token_ids)
     grammars = GrammarTable(vocab, matchers, bitmask_of(models.kernels))
     adjusting = LogitsTables(PenaltyTable(rows, vocab, dtype, device), grammars)
+    tables = RequestTables(memory.cache.table, SamplingTable(rows, dtype, device), adjusting, carried)
     gpu, forced_rows = device.type == "cuda", config.speculative_forced_rows
     forced_rows = (GPU_FORCED_ROWS if gpu else CPU_FORCED_ROWS) if forced_rows is None else forced_rows
     apart = config.ep_size > 1
@@ -283,17 +283,8 @@ def _lockstep(prepared: EnginePlan, draft: Draft, captures: Captures | None) -> 
         coordinator=Coordinator(mesh, rule, shapes, *models.ops),
         exchange=models.exchange,
         programs=Programs(
-            Assembler(table, SamplingTable(rows, dtype, device), adjusting, shape, slots, runners, turns),
-            Step(
-                memory.target_runner,
-                draft,
-                carried,
-                table,
-                adjusting,
-                mesh.enter,
-                prepared.sampler,
-                prepared.trees.accept,
-            ),
+            Assembler(tables, shape, slots, runners, turns),
+            Step(memory.target_runner, draft, tables, mesh.enter, prepared.sampler, prepared.trees.accept),
             models.exchange,
             mesh.world.clock,
             None if captures is None else captures.capture,

@@ -1,6 +1,5 @@
 """Matchers of compiled grammars over the tokens of one model. The tokenizer is loaded for the first grammar only."""
 
-from functools import cached_property
 from threading import Lock
 
 from cluster.grammar.matching import Matchers
@@ -16,6 +15,7 @@ class LateMatchers:
         """`tokenizer_path` is the folder of the tokenizer; `ends` are the tokens that end a text (EOS)."""
         self._path, self._vocab_size, self._ends = tokenizer_path, vocab_size, ends
         self._lock = Lock()
+        self._made: Matchers | None = None
 
     def __call__(self, grammar: str) -> Matcher:
         """Return a new matcher, at the beginning of a compiled grammar."""
@@ -39,11 +39,9 @@ class LateMatchers:
 
     @property
     def _matchers(self) -> Matchers:
-        with self._lock:  # `cached_property` has no lock: two threads would load twice
+        with self._lock:  # two threads would load twice
+            if self._made is None:
+                tokenizer = TextTokenizer.load(self._path)
+                vocabulary = Vocabulary.of(tokenizer, self._vocab_size, self._ends)
+                self._made = Matchers(vocabulary, lambda text: tokenizer.encode(text, add_special_tokens=False))
             return self._made
-
-    @cached_property
-    def _made(self) -> Matchers:
-        tokenizer = TextTokenizer.load(self._path)
-        vocabulary = Vocabulary.of(tokenizer, self._vocab_size, self._ends)
-        return Matchers(vocabulary, lambda text: tokenizer.encode(text, add_special_tokens=False))

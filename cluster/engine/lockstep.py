@@ -6,7 +6,7 @@ No branch checks whether this rank is idle: a rank without requests runs the sam
 import time
 import zlib
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.batch import StepInput
@@ -21,28 +21,37 @@ from cluster.dp_attention.padding import padded
 from cluster.dp_attention.plan import StepPlan
 from cluster.dp_attention.step_input_codec import checksum, pack, unpack
 from cluster.engine.programs import Programs
+from cluster.engine.schedule import Schedule
 from cluster.sampling.grammars import GrammarTable
-from cluster.spec.result import Results, StepDecisions
+from cluster.spec.result import StepOutput
 from cluster.spec.step import Step
 
 
-@dataclass(frozen=True, slots=True)
-class GangStep:
-    """A step that this rank has begun with its gang. `output` is None if no rank had rows, or if the gang ends with
-    this step.
+@dataclass(slots=True)
+class StepInFlight:
+    """A step that this rank has begun with its gang, until its results are committed. `output` is None if no rank had
+    rows, or if the gang ends with this step.
 
-    `shape` is the tree of the step's tier. `real` is the number of decoding requests, without idle ones. `waits` are
-    the spans in collectives, `agreed` the seconds until the plan was known. `ended` is a mark of the step's end on the
-    device.
+    `shape` is the tree of the step's tier. `waits` are the spans in collectives, `ended` is a mark of the step's end on
+    the device. `seconds` are the times of the phases. An `Engine` adds its `schedule`, and `forwards`, the spans
+    of the model forwards. `began` is when the host began to schedule the step.
+
+    Set when the results are read: `took`, the seconds until then, from the later of two moments: this step began, or
+    the step before was read. This rank spent `waited` seconds in collectives, and `own` outside collectives.
     """
 
     plan: StepPlan
     shape: TreeShape
-    output: Results | None
-    real: int
+    output: StepOutput | None
     waits: Spans
-    agreed: float
+    seconds: dict[str, float]
+    began: float
     ended: Any = None
+    schedule: Schedule = field(default_factory=Schedule)
+    forwards: Spans = field(default_factory=Spans)
+    took: float = 0.0
+    own: float = 0.0
+    waited: float = 0.0
 
 
 @dataclass(slots=True)
@@ -76,11 +85,7 @@ class Lockstep:
         """The grammars of the running requests of this rank's group."""
         return self.step.adjusting.grammars
 
-    def leave(self) -> None:
-        """Make the next step tell all ranks that the gang ends."""
-        self.leaving = True
-
-    def run(self, order: StepInput, requests: int, num_steps: int, decode_us: int = 0) -> GangStep:
+    def run(self, order: StepInput, requests: int, num_steps: int, decode_us: int = 0) -> StepInFlight:
         """Begin one step with the gang; `read` waits for the end of the step. `order` is the work of this group (empty
         on a follower), `requests` the number of this rank's waiting and running requests, `num_steps` its vote for the
         tier, `decode_us` that of its `Schedule`.
@@ -116,15 +121,15 @@ class Lockstep:
             shape = plan.tree(self.shapes)
             # From here to `end` each collective is compared with the script before it is entered.
             self.exchange.begin(plan.step, self.coordinator.script(), plan.counted)
-            real, output = (0, None) if plan.empty or plan.leaving else self._run(order, words, plan, shape)
+            output = None if plan.empty or plan.leaving else self._run(order, words, plan, shape)
             self.exchange.end()
             self.coordinator.taken()
             ended = self.watch.mark()
-        return GangStep(plan, shape, output, real, self.mesh.world.clock.split(), agreed, ended)
+        return StepInFlight(plan, shape, output, self.mesh.world.clock.split(), {"agree": agreed}, began, ended)
 
-    def read(self, ran: GangStep) -> StepDecisions:
-        """Wait for the results of a step that has an output. All ranks of a group must read it between the same two
-        steps, because the next header carries a checksum of the results.
+    def read(self, ran: StepInFlight) -> StepOutput:
+        """Wait for the results of a step that has an output, and return them on the host. All ranks of a group must
+        read them between the same two steps, because the next header carries a checksum of the results.
 
         Raises:
             PeerLostError: a peer is gone, or its heartbeats have stopped.
@@ -133,27 +138,31 @@ class Lockstep:
         assert ran.output is not None, "nothing was run"
         with self.mesh.naming(), watched(self.watch.catch_up):
             self.watch.wait(ran.ended)
-            decided = ran.output.read()
+            ran.output = ran.output.read()
         if self.mesh.attn.size > 1:  # the next header carries this: ranks with different tokens have diverged
-            self.coordinator.decided(_results(decided, ran.real))
-        return decided
+            self.coordinator.results = _results(ran.output, ran.plan.decodes[self.mesh.dp_rank])
+        return ran.output
 
-    def _run(self, order: StepInput, words: list[int], plan: StepPlan, shape: TreeShape) -> tuple[int, Results]:
-        """Share the step input in the group, pad and run it. Return how many real requests decode, and the results."""
+    def _run(self, order: StepInput, words: list[int], plan: StepPlan, shape: TreeShape) -> StepOutput:
+        """Share the step input in the group, pad and run it."""
         mesh = self.mesh
         if mesh.attn.size > 1:
             words = self.exchange.share(words)
             if not mesh.leads:
                 order = unpack(words)
         # The mode of the plan, not of the own requests: it decides which calls are in the script.
-        real, order = len(order.decodes), order._replace(mode=plan.mode)
-        order = padded(order, plan, mesh.dp_rank, self.programs.assembler.idle_row)
+        order = padded(order._replace(mode=plan.mode), plan, mesh.dp_rank, self.programs.assembler.idle_row)
         if mesh.attn.size > 1:  # the next header carries this: ranks with different inputs have diverged
-            self.coordinator.ordered(checksum(order))
-        return real, self.programs.run(order, plan, shape)
+            self.coordinator.order = checksum(order)
+        return self.programs.run(order, plan, shape)
 
 
-def _results(output: StepDecisions, real: int) -> int:
+def _results(output: StepOutput, real: int) -> int:
     """Return a checksum of the results of prompts and of the first `real` decoding requests; others are idle."""
-    numbers = [number for row in output.tokens[:real] for number in row]
-    return zlib.crc32(array("q", [*numbers, *output.accept_len[:real], *output.first, *output.drawn]))
+    first, _, drawn = output.prompts
+    numbers = [*first, *drawn]
+    for request in range(real):
+        tokens, accept_len, *_ = output.decoded(request)
+        numbers += tokens
+        numbers.append(accept_len)
+    return zlib.crc32(array("q", numbers))

@@ -13,15 +13,16 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from cluster.batch import StepInput
+from cluster.batch import SamplingMode, StepInput
 from cluster.capture.recorder import Ahead, Captured, repeated
 from cluster.config.tree_shape import TreeShape
+from cluster.device.staging import Sent
 from cluster.device.timing import timer_of
 from cluster.distributed.progress import ProgressClock
 from cluster.dp_attention.exchange import Exchange
 from cluster.dp_attention.plan import ProgramKey, ScriptCall, StepPlan
-from cluster.engine.assembler import Assembler, ProgramInputs
-from cluster.spec.result import PhaseTimes, Results, StepOutput
+from cluster.engine.assembler import Assembler
+from cluster.spec.result import PhaseTimes, StepOutput
 from cluster.spec.step import Step
 
 logger = logging.getLogger(__name__)
@@ -41,11 +42,11 @@ UNLIKE = (
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A captured step: the inputs that it reads, the host's calls before each replay (`ahead`), its exchange calls, and
-    the number of collectives in them (`entered`). `number` is a checksum of its key.
+    """A captured step: the numbers that it reads (`sent`), the host's calls before each replay (`ahead`), its exchange
+    calls, and the number of collectives in them (`entered`). `number` is a checksum of its key.
     """
 
-    inputs: ProgramInputs
+    sent: Sent
     ahead: Ahead
     captured: Captured[StepOutput]
     calls: tuple[ScriptCall, ...]
@@ -101,27 +102,33 @@ class Programs:
         if len(self._later) > self._kept * self.assembler.turns:
             self.forget(next(iter(self._later)))
 
-    def run(self, order: StepInput, plan: StepPlan, shape: TreeShape) -> Results:
-        """Begin a step of this plan. `order` is padded to the plan, `shape` is the tree of its tier.
+    def run(self, order: StepInput, plan: StepPlan, shape: TreeShape) -> StepOutput:
+        """Begin a step of this plan. `order` is padded to the plan, `shape` is the tree of its tier. The results are
+        being copied to the host: `read` waits for them.
 
         Raises:
             OutOfStepError: a captured program would make other calls of the exchange than the plan's script.
         """
-        return Results(self._begun(self.assembler.send(order, shape.forced), plan, shape))
+        return self._begun(self.assembler.send(order, shape.forced), plan, shape).start_copy()
 
-    def _begun(self, inputs: ProgramInputs, plan: StepPlan, shape: TreeShape) -> StepOutput:
-        key = plan.key._replace(turn=inputs.turn)  # a program uses one buffer set, so each turn has its own
+    def _begun(self, sent: Sent, plan: StepPlan, shape: TreeShape) -> StepOutput:
         if self._capture is None or not plan.captured:
-            return self._run(inputs, shape)
+            return self._run(sent, plan.mode, shape)
+        key = plan.key._replace(turn=self.assembler.turn)  # a program uses one buffer set, so each turn has its own
         if key in self._later:
             self._later.move_to_end(key)
         program = self._started.get(key) or self._later.get(key)
         if program is not None:
-            return self._replayed(program, inputs) if self._ready(program.ahead) else self._run(inputs, shape)
+            ready = self._ready(program.ahead)
+            return self._replayed(program, sent) if ready else self._run(sent, plan.mode, shape)
         ahead = self._once.pop(key, None)  # not None if the key has occurred once before: now capture the step
         if ahead is not None and self._ready(ahead):
-            return self._captured(self._capture, key, inputs, ahead, shape)
-        return self._first(key, inputs, shape)
+            return self._captured(self._capture, key, sent, ahead, shape)
+        self._once[key] = ahead = Ahead()  # collects the host's calls that must come before each later run
+        if len(self._once) > self._kept * self.assembler.turns:
+            self._once.popitem(last=False)
+        with repeated(ahead):
+            return self._run(sent, plan.mode, shape)
 
     def _ready(self, ahead: Ahead) -> bool:
         """Make the host's calls before a capture or replay. Return whether the program fits this step."""
@@ -132,36 +139,27 @@ class Programs:
             self.launched_anew += 1
         return ready
 
-    def _first(self, key: ProgramKey, inputs: ProgramInputs, shape: TreeShape) -> StepOutput:
-        """Run a step whose key is new, and collect the host's calls that must come before each later run."""
-        self._once[key] = ahead = Ahead()
-        if len(self._once) > self._kept * self.assembler.turns:
-            self._once.popitem(last=False)
-        with repeated(ahead):
-            return self._run(inputs, shape)
+    def _run(self, sent: Sent, mode: SamplingMode, shape: TreeShape) -> StepOutput:
+        return self.step.run(self.assembler.batch(sent, mode, shape.forced), shape)
 
-    def _run(self, inputs: ProgramInputs, shape: TreeShape) -> StepOutput:
-        return self.step.run(self.assembler.batch(inputs), shape)
-
-    def _captured(
-        self, capture: Capture, key: ProgramKey, inputs: ProgramInputs, ahead: Ahead, shape: TreeShape
-    ) -> StepOutput:
+    def _captured(self, capture: Capture, key: ProgramKey, sent: Sent, ahead: Ahead, shape: TreeShape) -> StepOutput:
         # The program reads its inputs from this copy; each replay first copies the new inputs into it.
-        own = replace(inputs, sent=replace(inputs.sent, words=inputs.sent.words.clone()))
+        own, mode = replace(sent, words=sent.words.clone()), SamplingMode(key.mode)
         calls, before = self._exchange.rest, self._clock.calls
         with repeated(ahead):
-            captured = capture(lambda: self._run(own, shape))
+            captured = capture(lambda: self._run(own, mode, shape))
         number = zlib.crc32(repr(key).encode())
         self.add(key, Program(own, ahead, captured, calls, self._clock.calls - before, number))
         return captured.output.kept()  # a copy, because the next replay overwrites the output
 
-    def _replayed(self, program: Program, inputs: ProgramInputs) -> StepOutput:
+    def _replayed(self, program: Program, sent: Sent) -> StepOutput:
         self._exchange.replay(program.calls)
         began, before = self._timer.now(), self._clock.calls
         self.step.enter("replay")
-        program.inputs.sent.words.copy_(inputs.sent.words)
+        program.sent.words.copy_(sent.words)
         program.captured.replay()
         # Count the collectives of a graph, which are queued at once. A tape counts its own, so the difference is 0.
         self._clock.replayed(before + program.entered - self._clock.calls)
-        phases = PhaseTimes(self._timer, [began, self._timer.now()], ("replay",))
-        return replace(program.captured.output.kept(), phases=phases)
+        output = program.captured.output.kept()
+        output.phases = PhaseTimes(self._timer, [began, self._timer.now()], ("replay",))
+        return output

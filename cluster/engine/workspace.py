@@ -16,7 +16,7 @@ from cluster.engine.captures import captures_of
 from cluster.engine.lockstep import Lockstep
 from cluster.engine.memory import RankMemory, allocate_pages
 from cluster.engine.models import RankModels
-from cluster.engine.scheduler import SCORED_ROWS
+from cluster.engine.prefill import SCORED_ROWS
 from cluster.kv.budget import GB, Capacity, Needs
 from cluster.kv.device_memory import OUT_OF_MEMORY, DeviceMemory
 from cluster.kv.page_table import PageTable

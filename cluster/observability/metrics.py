@@ -153,7 +153,7 @@ STAGES = {
 
 
 class EngineMetrics:
-    """The metrics of one rank. Only the step loop writes; any thread may serialise."""
+    """The metrics of one rank. Only the engine loop writes; any thread may serialise."""
 
     def __init__(
         self, registry: CollectorRegistry | None = None, *, model_name: str, rank: int = 0, depths: int = 0

@@ -67,43 +67,21 @@ class Trees:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class StepDecisions:
-    """The results of a step on the host.
+@dataclass(slots=True)
+class StepOutput:
+    """The results of a step: tensors on the device; after `read`, in host memory, with `numbers` as integers.
+
+    `packed` int64 holds `tokens`, `accept_len`, `finite` and, if `counted`, `nodes` of each of the R decoding requests,
+    then `first` `[F]`, `sound` `[c]` and `drawn` `[0 or 1]`. R is `requests`, S + 1 `width`, F `finals`, c `rows`.
 
     - `tokens`: S + 1 per request, of which the first `accept_len` are committed. The target's scores of the first
-      `finite` tokens are finite.
+      `finite` tokens are finite. `nodes`: the number of nodes of the tree, without root and padding.
     - `first`: the token after each finished prompt. `sound`: whether the hidden of each prompt row is finite; for the
       last row of a prompt, whether the score of its `first` is finite too.
-    - `logprobs`: those of all T tokens, if a request asked for them.
-    - `scores`: log-probabilities and ranks of prompt tokens, if a request asked for them.
-    - `seconds`: the duration of each phase.
     - `drawn`: a checksum of the sampling inputs if the head is sharded and a request samples, else empty. Ranks compare
       it, because their tokens are equal even if their inputs differ.
-    - `trees`: the verified trees, if a request asked for them.
-    - `nodes`: the number of nodes of each tree, without root and padding; None if the trees cannot have padding.
-    """
-
-    tokens: list[list[int]]
-    accept_len: list[int]
-    finite: list[int]
-    first: list[int]
-    sound: list[bool]
-    logprobs: Logprobs | None
-    seconds: dict[str, float]
-    drawn: list[int] = field(default_factory=list)
-    scores: Scores | None = None
-    trees: Trees | None = None
-    nodes: list[int] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """The results of a step as tensors; see `StepDecisions` for their meaning.
-
-    `packed` int64 is the concatenation of `[R, S + 3]` (`tokens`, `accept_len`, `finite`), `first` `[F]`, `sound` `[c]`
-    and `drawn` `[0 or 1]`. If `counted`, the first part has one more column, `nodes`. R is `requests`, S + 1 is
-    `width`, F is `finals`, c is `rows`.
+    - `logprobs`: those of all T tokens; `scores`: log-probabilities and ranks of prompt tokens; `trees`: the verified
+      trees. Each is None if no request asked for it.
     """
 
     packed: Tensor
@@ -111,24 +89,21 @@ class StepOutput:
     width: int
     finals: int
     rows: int
-    logprobs: Logprobs | None
     phases: PhaseTimes
+    counted: bool = False
+    logprobs: Logprobs | None = None
     scores: Scores | None = None
     trees: Trees | None = None
-    counted: bool = False
+    numbers: list[int] = field(default_factory=list)
+    landing: Landing | None = None
 
     @staticmethod
     def of(
-        tree: DraftTree,
-        accepted: Accepted,
-        scores: Tensor,
-        prompts: tuple[Tensor, Tensor],
-        drawn: Tensor,
-        logprobs: Logprobs | None,
-        phases: PhaseTimes,
+        tree: DraftTree, accepted: Accepted, scores: Tensor, prompts: tuple[Tensor, Tensor, Tensor], phases: PhaseTimes
     ) -> "StepOutput":
-        """Pack the results. `scores` `[R, S + 1]` are those of `accepted.tokens`; `prompts` is (`first`, `sound`)."""
-        first, sound = prompts
+        """Pack the results. `scores` `[R, S + 1]` are those of `accepted.tokens`; `prompts` is (`first`, `sound`,
+        `drawn`).
+        """
         # x - x is 0 for finite x, else NaN. The running product is 0 from the first score that is not finite on.
         finite = (scores - scores == 0).cumprod(1).sum(1, keepdim=True)
         nodes = []
@@ -136,9 +111,8 @@ class StepOutput:
             own = torch.arange(tree.parents.shape[1], device=tree.parents.device)
             nodes = [(tree.parents != own).sum(1, keepdim=True)]
         rows = torch.cat([accepted.tokens, accepted.accept_len[:, None], finite, *nodes], 1)
-        packed = torch.cat([rows.view(-1), first, sound, drawn])
-        sizes = rows.shape[0], accepted.tokens.shape[1], first.shape[0], sound.shape[0]
-        return StepOutput(packed, *sizes, logprobs, phases, counted=tree.padded)
+        sizes = rows.shape[0], accepted.tokens.shape[1], prompts[0].shape[0], prompts[1].shape[0]
+        return StepOutput(torch.cat([rows.view(-1), *prompts]), *sizes, phases, tree.padded)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "StepOutput":
         """Return a copy with `change` applied to each tensor, always in the same order."""
@@ -155,38 +129,33 @@ class StepOutput:
         """Return a copy in new memory: a later replay of the captured program does not overwrite it."""
         return self.each(Tensor.clone)
 
-    def read(self) -> StepDecisions:
-        """Unpack the results; the tensors must be in host memory."""
-        numbers: list[int] = self.packed.tolist()
-        each = self.width + 2 + self.counted
-        end = self.requests * each
-        rows = [numbers[start : start + each] for start in range(0, end, each)]
-        prompts, drawn = numbers[end : end + self.finals + self.rows], numbers[end + self.finals + self.rows :]
-        return StepDecisions(
-            tokens=[row[: self.width] for row in rows],
-            accept_len=[row[self.width] for row in rows],
-            finite=[row[self.width + 1] for row in rows],
-            nodes=[row[-1] for row in rows] if self.counted else None,
-            first=prompts[: self.finals],
-            sound=[bool(whole) for whole in prompts[self.finals :]],
-            logprobs=self.logprobs,
-            seconds=self.phases.seconds(),
-            drawn=drawn,
-            scores=self.scores,
-            trees=self.trees,
-        )
+    def start_copy(self) -> "StepOutput":
+        """Queue the copy to the host, behind the step and before the next one. The step must be queued already."""
+        tensors = list[Tensor]()
+        self.each(lambda one: tensors.append(one) or one)  # type: ignore[func-returns-value]
+        self.landing = Landing(tensors)
+        return self
 
+    def read(self) -> "StepOutput":
+        """Wait until the device has run the step, and return its results on the host. Steps queued behind it run
+        meanwhile. Without `start_copy` the tensors must be in host memory already.
+        """
+        output = self
+        if self.landing is not None:
+            landed = iter(self.landing.wait())
+            output = self.each(lambda _: next(landed))
+        output.numbers = output.packed.tolist()
+        return output
 
-class Results:
-    """The copy of a step's output to the host, queued on the device behind that step and before the next one."""
+    def decoded(self, request: int) -> tuple[list[int], int, int, int | None]:
+        """Return `tokens`, `accept_len`, `finite` and `nodes` of a decoding request; `nodes` is None if not counted."""
+        width = self.width
+        row = self.numbers[request * (width + 2 + self.counted) : (request + 1) * (width + 2 + self.counted)]
+        return row[:width], row[width], row[width + 1], row[-1] if self.counted else None
 
-    def __init__(self, output: StepOutput) -> None:
-        """Start the copy; the step must be queued already."""
-        self._output, tensors = output, list[Tensor]()
-        output.each(lambda one: tensors.append(one) or one)  # type: ignore[func-returns-value]
-        self._landing = Landing(tensors)
-
-    def read(self) -> StepDecisions:
-        """Wait until the device has run the step, and return its results. Steps queued behind it run meanwhile."""
-        landed = iter(self._landing.wait())
-        return self._output.each(lambda _: next(landed)).read()
+    @property
+    def prompts(self) -> tuple[list[int], list[int], list[int]]:
+        """The lists `first`, `sound` and `drawn`."""
+        start = self.requests * (self.width + 2 + self.counted)
+        rest, ends = self.numbers[start:], self.finals + self.rows
+        return rest[: self.finals], rest[self.finals : ends], rest[ends:]

@@ -9,7 +9,7 @@ included), H hidden. Decoding requests come before finished prompts, and tree ro
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from cluster.models.runner import TargetRunner
 from cluster.models.vocab import ShardedLogits
 from cluster.sampling.logits_processor import LogitsTables
 from cluster.sampling.noise import Noise, keys_along, vocabulary_hashes
+from cluster.sampling.parameters import SamplingTable
 from cluster.sampling.sampler import Scores, choose, logprobs, scores
 from cluster.sampling.sampling_inputs import PhaseSampling, SamplingInputs, checksum
 from cluster.sampling.torch_sampler import Sampler
@@ -35,6 +36,20 @@ from cluster.spec.tree import DraftTree
 from cluster.spec.verify import Accept, Accepted
 
 
+@dataclass(frozen=True, slots=True)
+class RequestTables:
+    """Tables with an entry for every request row; the last row is that of idle requests.
+
+    `pages` has pages and committed lengths, `sampling` the sampling parameters, `adjusting` penalties and grammars,
+    `carried` what requests carry from step to step.
+    """
+
+    pages: PageTable
+    sampling: SamplingTable
+    adjusting: LogitsTables
+    carried: EagleDraftInput
+
+
 class Step:
     """The step of one rank, bound to its target, draft and request tables."""
 
@@ -42,21 +57,16 @@ class Step:
         self,
         target: TargetRunner,
         draft: Draft,
-        carried: EagleDraftInput,
-        table: PageTable,
-        adjusting: LogitsTables,
+        tables: RequestTables,
         enter: Callable[[str], None],
         sampler: Sampler,
         accept: Accept,
     ) -> None:
-        """`carried` has an entry for every request row. `enter` is called with the name of a phase when the phase
-        begins. `adjusting` are the tables of penalties and grammars, `accept` finds the accepted path.
-        """
-        self._target, self._draft, self.carried, self._sampler = target, draft, carried, sampler
-        self._accept = accept
-        self._table, self.adjusting = table, adjusting
+        """`enter` is called with the name of a phase when the phase begins. `accept` finds the accepted path."""
+        self._target, self._draft, self._sampler, self._accept = target, draft, sampler, accept
+        self._table, self.adjusting, self.carried = tables.pages, tables.adjusting, tables.carried
         self.enter = enter
-        self._ids, self._timer = target.model.token_ids, timer_of(carried.bonus.device)
+        self._ids, self._timer = target.model.token_ids, timer_of(self.carried.bonus.device)
 
     @torch.inference_mode()
     def run(self, batch: Batch, shape: TreeShape) -> StepOutput:
@@ -119,9 +129,11 @@ class Step:
             drawn = checksum(draws, (real[:r], real[r:]))
         scored = None if batch.scored is None else self._scores(batch.prompt, batch.scored, hidden[r * n :])
         moments.append(self._timer.now())
-        output = StepOutput.of(tree, accepted, won, (first, sound), drawn, asked, PhaseTimes(self._timer, moments))
-        shown = Trees.of(tree, accepted) if SamplingMode.TREES in batch.mode else None
-        return output if scored is None and shown is None else replace(output, scores=scored, trees=shown)
+        output = StepOutput.of(tree, accepted, won, (first, sound, drawn), PhaseTimes(self._timer, moments))
+        output.logprobs, output.scores = asked, scored
+        if SamplingMode.TREES in batch.mode:
+            output.trees = Trees.of(tree, accepted)
+        return output
 
     def _drawing(self, batch: Batch, num_steps: int) -> PhaseSampling:
         """Return the sampling inputs of the B requests: penalties, filters, and the noise of S + 2 positions.

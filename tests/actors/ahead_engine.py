@@ -2,13 +2,12 @@
 
 from cluster.config import EngineConfig
 from cluster.distributed.mesh import Rendezvous, Store
-from cluster.engine import build_rank
-from cluster.engine.rank import Rank
+from cluster.engine import Rank, build_rank
 
 
 def build(
     config: EngineConfig, rank: int = 0, rendezvous: Rendezvous | None = None, store: Store | None = None
 ) -> Rank:
     engine = build_rank(config, rank, rendezvous, store)
-    engine._lockstep.lag = 1
+    engine.lockstep.lag = 1
     return engine

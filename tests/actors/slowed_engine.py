@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 
+from cluster.actors.engine_loop import EngineLoop
 from cluster.actors.messages import Commands
-from cluster.actors.step_loop import EngineLoop
 from cluster.config import EngineConfig
 from cluster.distributed.mesh import Rendezvous, Store, open_store
-from cluster.engine import build_rank
-from cluster.engine.rank import Rank
+from cluster.engine import Rank, build_rank
 
 ROWS = 200
 BURN, BLOCK, LOAD = "burn", "block", "load"
@@ -50,7 +49,7 @@ def build(
     if (folder / LOAD).exists():
         time.sleep(float((folder / LOAD).read_text()))
     engine = build_rank(config, rank, rendezvous, store)
-    layers = engine._lockstep.step._target.model._layers
+    layers = engine.lockstep.step._target.model._layers
     layers[1] = SlowedLayer(layers[1], folder)
     return engine
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from cluster.actors.engine_loop import EngineLoop
 from cluster.actors.fault_verdict import RankEvidence, Verdict, judge
 from cluster.actors.messages import Commands
-from cluster.actors.step_loop import EngineLoop
 from cluster.config import EngineConfig
 from cluster.request import Request, RequestParams
 from tests.actors.slowed_engine import BLOCK, BURN, BURN_S, ROWS, build, serve_rank

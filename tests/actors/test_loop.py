@@ -4,8 +4,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from cluster.actors.engine_loop import EngineLoop
 from cluster.actors.messages import Commands, StepItem
-from cluster.actors.step_loop import EngineLoop
 from cluster.config import EngineConfig
 from cluster.request import Request, RequestParams, SequenceOutput
 from tests.actors.counting_engine import (
@@ -84,7 +84,7 @@ def told(loop: EngineLoop, within_s: float) -> list[StepItem]:
 
 @pytest.mark.parametrize("last", [Commands(heard=("b",)), Commands(aborts=("b",))])
 def test_the_step_of_a_doubted_request_waits_until_the_replica_has_heard_that_it_begins(loop, monkeypatch, last):
-    monkeypatch.setattr("cluster.actors.step_loop.TOLD_S", 30.0)
+    monkeypatch.setattr("cluster.actors.engine_loop.TOLD_S", 30.0)
     loop.put(Commands(submits=(ask("a", 1), ask("b", 7)), doubted=("a", "b")))
     (item,) = told(loop, 0.3)
     assert item.begun == ("a", "b") and not item.outputs
@@ -97,12 +97,12 @@ def test_the_step_of_a_doubted_request_waits_until_the_replica_has_heard_that_it
 
 
 def test_a_replica_that_never_answers_does_not_stop_the_step(loop, monkeypatch):
-    monkeypatch.setattr("cluster.actors.step_loop.TOLD_S", 0.2)
+    monkeypatch.setattr("cluster.actors.engine_loop.TOLD_S", 0.2)
     asked = time.monotonic()
     loop.put(Commands(submits=(ask("a", 7),), doubted=("a",)))
     collect(loop, "a")
     assert time.monotonic() - asked > 0.2
-    monkeypatch.setattr("cluster.actors.step_loop.TOLD_S", 30.0)
+    monkeypatch.setattr("cluster.actors.engine_loop.TOLD_S", 30.0)
     loop.put(Commands(submits=(ask("a", 7),)))
     collect(loop, "a")
 

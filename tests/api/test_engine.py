@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from cluster.actors.engine_loop import EngineLoop
 from cluster.actors.messages import Commands, GangStatus, Overloaded
-from cluster.actors.step_loop import EngineLoop
 from cluster.api.core.api_keys import ApiKey, ApiKeys, digest_of
 from cluster.api.core.grammars import Grammars
 from cluster.api.core.service import ModelInfo

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from cluster.capture import recorder
-from cluster.engine.assembler import Assembler, ProgramInputs
-from cluster.engine.lockstep import GangStep, Lockstep
+from cluster.device.staging import Sent
+from cluster.engine.assembler import Assembler
+from cluster.engine.lockstep import Lockstep, StepInFlight
 from cluster.kernels.flashinfer import library as flashinfer_library
 from cluster.kernels.flashinfer.library import FlashInfer
-from cluster.spec.result import StepDecisions
+from cluster.spec.result import StepOutput
 from tests.flashinfer.device import DEVICE, ROOM, Launch, arrive, captured, kernel, staged
 from tests.flashinfer.signatures import LATENT, METADATA, PREFILL, known, signature
 
@@ -278,7 +279,7 @@ def stand_in_serves(set_attribute: Callable[[object, str, Any], None], sizes: bo
     set_attribute(flashinfer_library, "find", lambda device, dtype: stand_in(sizes))
     begin, read, send = Lockstep.run, Lockstep.read, Assembler.send
 
-    def begun(self: Lockstep, *given: Any, **named: Any) -> GangStep:
+    def begun(self: Lockstep, *given: Any, **named: Any) -> StepInFlight:
         DEVICE.begin()
         try:
             ran = begin(self, *given, **named)
@@ -289,12 +290,12 @@ def stand_in_serves(set_attribute: Callable[[object, str, Any], None], sizes: bo
             DEVICE.finish()
         return ran
 
-    def finished(self: Lockstep, ran: GangStep) -> StepDecisions:
+    def finished(self: Lockstep, ran: StepInFlight) -> StepOutput:
         given = read(self, ran)
         DEVICE.finish()
         return given
 
-    def sent(self: Assembler, *given: Any, **named: Any) -> ProgramInputs:
+    def sent(self: Assembler, *given: Any, **named: Any) -> Sent:
         DEVICE.send()
         return send(self, *given, **named)
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.engine.rank import Rank
+from cluster.engine import Rank
 from cluster.sampling.grammars import Make, Matcher
 from tests.parity.harness import VOCAB
 
@@ -90,5 +90,5 @@ class Either:
 
 def walked(rank: R) -> R:
     """Have a rank match automata too."""
-    rank._lockstep.grammars._make = Either(rank._lockstep.grammars._make)
+    rank.lockstep.grammars._make = Either(rank.lockstep.grammars._make)
     return rank

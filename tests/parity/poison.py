@@ -73,7 +73,7 @@ def poisoned() -> Iterator[None]:
         self._memory = memory_of(self)  # type: ignore[attr-defined]
 
     def step(self: Engine) -> StepResult:
-        late, value = self._p.lockstep.programs, POISONS[self._steps % 2]
+        late, value = self._p.lockstep.programs, POISONS[self._loop.steps % 2]
         if isinstance(late, LatePrograms):  # what the host writes now would overtake steps under way
             late.before = lambda order: poison(self, self._memory, value, order)  # type: ignore[attr-defined]
         else:

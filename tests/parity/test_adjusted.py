@@ -184,11 +184,11 @@ def test_requests_come_and_go_beside_adjusted_ones(at: int) -> None:
     whole = asked("0.8")
 
     def after(engine: Engine, step: StepResult) -> None:
-        if engine._steps == at:
+        if engine._loop.steps == at:
             gone.extend(list(engine._sequences)[:3])
             for name in gone:
                 engine.abort(name)
-        if engine._steps == at + 2:
+        if engine._loop.steps == at + 2:
             for one in whole[6:]:
                 engine.submit(one)
 

@@ -8,7 +8,7 @@ import torch
 
 import cluster.arch.draft.eagle3
 import cluster.engine.backends
-import cluster.engine.engine
+import cluster.engine.committer
 import cluster.kv.radix
 import cluster.models.draft
 import cluster.sampling.noise
@@ -16,8 +16,8 @@ import cluster.spec.draft
 import cluster.spec.step
 import cluster.spec.verify
 from cluster.attention.cells import RequestCells
-from cluster.engine import Engine
 from cluster.engine.assembler import Assembler
+from cluster.engine.decode import DecodeScheduler
 from cluster.engine.finish import Cut, FinishCheck
 from cluster.engine.scheduler import Scheduler
 from cluster.kernels.torch_kernels import TorchKernels
@@ -29,6 +29,7 @@ from cluster.models.runner import DraftRunner
 from cluster.sampling.parameters import SamplingTable
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.propose import CoupledRanking
+from cluster.spec.result import StepOutput
 from cluster.spec.step import Step
 from cluster.spec.verify import Accepted
 from tests.parity.checks import caught, plain, short_alone, texts
@@ -180,7 +181,7 @@ def _(patch: Patch) -> None:
 @bug("shared cells are copied into the target's pool only")
 def _(patch: Patch) -> None:
     def make(true):  # type: ignore[no-untyped-def]
-        return lambda self, *given: true(self, *given[:4], given[4][:1], *given[5:])
+        return lambda self, *given: true(self, *given[:2], given[2][:1], *given[3:])
 
     changed(patch, Assembler, "__init__", make)
 
@@ -269,11 +270,9 @@ def _(patch: Patch) -> None:
 @bug("one token too few is committed")
 def _(patch: Patch) -> None:
     def make(true):  # type: ignore[no-untyped-def]
-        return lambda self, plan, did, shape: true(
-            self, plan, replace(did, accept_len=[max(1, count - 1) for count in did.accept_len]), shape
-        )
+        return lambda self, at: [max(1, n - 1) if i == 1 else n for i, n in enumerate(true(self, at))]
 
-    changed(patch, Engine, "_commit", make)
+    changed(patch, StepOutput, "decoded", make)
 
 
 @bug("a run is not cut where the request ends")
@@ -304,7 +303,7 @@ def _(patch: Patch) -> None:
 
         return forgetful
 
-    changed(patch, Scheduler, "_retract", make)
+    changed(patch, DecodeScheduler, "_retract", make)
 
 
 @bug("the window is four slots too small")
@@ -372,7 +371,7 @@ def _(patch: Patch) -> None:
 def _(patch: Patch) -> None:
     changed(
         patch,
-        cluster.engine.engine,
+        cluster.engine.committer,
         "_logprobs",
         lambda true: lambda stepped, row, *rest: true(stepped, max(0, row - 1), *rest),
     )

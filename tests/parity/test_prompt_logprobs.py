@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from cluster.engine import Engine, StepResult, build_engine
-from cluster.engine.scheduler import RemainingRows, Schedule
+from cluster.engine.prefill import RemainingRows
+from cluster.engine.schedule import Schedule
 from cluster.request import Request, RequestParams, SequenceOutput, TokenLogprob
 from tests.parity.harness import (
     SAMPLING,
@@ -98,7 +99,7 @@ def test_prompts_are_scored_however_they_are_cut(topk: int, chunk: int) -> None:
 def test_scored_rows_of_a_step_are_bounded(topk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, most = engine_of(topk, chunked_prefill_size=-1), []
     scheduler = engine._p.scheduler
-    room, schedule = scheduler._room, scheduler.schedule
+    room, schedule = scheduler.prefill._room, scheduler.schedule
 
     def narrow(*given: Any) -> RemainingRows:
         return replace(room(*given), scored=7)
@@ -108,7 +109,7 @@ def test_scored_rows_of_a_step_are_bounded(topk: int, monkeypatch: pytest.Monkey
         most.append(sum(chunk.scored for chunk in plan.chunks))
         return plan
 
-    monkeypatch.setattr(scheduler, "_room", narrow)
+    monkeypatch.setattr(scheduler.prefill, "_room", narrow)
     monkeypatch.setattr(scheduler, "schedule", counted)
     requests = asked("greedy")
     check_all(run(engine, requests), requests, "greedy")
@@ -157,8 +158,8 @@ def test_a_prompt_that_was_retracted_half_scored_goes_on() -> None:
         rows += step.stats.prompt_rows
         sequence = next(iter(engine._sequences.values()), None)
         if sequence is not None and sequence.lease is not None and sequence.prefilling and retracted < 4:
-            engine._p.scheduler._publish()
-            engine._p.scheduler._retract(sequence)
+            engine._p.scheduler.decode.publish()
+            engine._p.scheduler.decode._retract(sequence)
             retracted += 1
 
     result = run(engine, [one], after)
@@ -231,7 +232,7 @@ def test_aborts_beside_scored_prompts(seed: int) -> None:
     at = {name: random.randint(0, 12) for name in gone}
 
     def abort(engine: Engine, _: StepResult) -> None:
-        for name in [name for name, step in at.items() if engine._steps >= step]:
+        for name in [name for name, step in at.items() if engine._loop.steps >= step]:
             engine.abort(name)
 
     result = run(engine, requests, abort)

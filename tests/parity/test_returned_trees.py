@@ -3,14 +3,16 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from cluster.batch import SamplingMode
 from cluster.engine import Engine, build_engine
-from cluster.engine.scheduler import mode_of
+from cluster.engine.committer import Committer
+from cluster.engine.lockstep import StepInFlight
+from cluster.engine.schedule import mode_of
 from cluster.request import Request, StepTree
-from cluster.spec.result import StepDecisions
 from tests.late import LatePrograms, delay
 from tests.parity.automata import EOS, automaton, walked
 from tests.parity.harness import (
@@ -191,13 +193,14 @@ def test_forced_nodes_are_those_without_a_choice(topk: int, num_steps: int) -> N
 def test_steps_without_such_a_request_have_no_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     config, seen = config_of(*tiny_pair(), 3, 3), list[bool]()
     engine = build_engine(config)
-    true = Engine._commit
+    true = Committer.commit
 
-    def noting(self: Engine, schedule: object, given: StepDecisions, *rest: object) -> object:
-        seen.append(given.trees is None)
-        return true(self, schedule, given, *rest)  # type: ignore[arg-type]
+    def noting(self: Committer, step: StepInFlight, *rest: Any) -> object:
+        assert step.output is not None
+        seen.append(step.output.trees is None)
+        return true(self, step, *rest)
 
-    monkeypatch.setattr(Engine, "_commit", noting)
+    monkeypatch.setattr(Committer, "commit", noting)
     run(engine, grid_requests("0.8", 3))
     assert all(seen) and len(seen) > 4
     run(engine, [replace(one, request_id=f"{one.request_id}/2") for one in asking(grid_requests("0.8", 3))])

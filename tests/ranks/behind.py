@@ -18,9 +18,9 @@ from cluster.distributed.mesh import Mesh, Rendezvous
 from cluster.distributed.watchdog import DeviceWatchdog
 from cluster.dp_attention.exchange import Exchange
 from cluster.dp_attention.plan import ScriptCall, StepPlan
+from cluster.engine import Rank
 from cluster.engine.programs import Programs
-from cluster.engine.rank import Rank
-from cluster.spec.result import StepDecisions
+from cluster.spec.result import StepOutput
 
 MOMENTS = 64  # of a step that the host notes before the device has begun it
 
@@ -101,9 +101,9 @@ class Output:
     """What a step will have decided."""
 
     def __init__(self) -> None:
-        self.decided: StepDecisions | None = None
+        self.decided: StepOutput | None = None
 
-    def read(self) -> StepDecisions:
+    def read(self) -> StepOutput:
         assert self.decided is not None, "read before the device has run it"
         return self.decided
 
@@ -148,7 +148,7 @@ def put_behind(
     rank: Rank, where: Rendezvous, limit_s: float, before: Callable[[int, ScriptCall], None], fails: bool = False
 ) -> Rank:
     """Give a rank such a device; `before` is called there before each collective, with the number of its step."""
-    lockstep: Any = rank._lockstep
+    lockstep: Any = rank.lockstep
     mesh, exchange, device = lockstep.mesh, lockstep.exchange, Device(fails)
     assert mesh.attn.size == 1, "followers get their orders over the exchange, which is on the device here"
     alone = [[number] for number in range(mesh.world.size)]

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from cluster.actors.engine_loop import EngineLoop
 from cluster.actors.messages import Commands
-from cluster.actors.step_loop import EngineLoop
 from cluster.capture.tape import Tape
 from cluster.config import EngineConfig
 from cluster.distributed.mesh import Rendezvous, Store
@@ -65,7 +65,7 @@ def run(case: dict[str, Any], rank: int, where: Rendezvous, store: Store | None)
         engine, where, config.watchdog_timeout_s, fault if guilty else lambda step, call: None, plant == "aborts"
     )
     if plant == "leaves" and guilty:
-        true = engine._lockstep.watch.wait
+        true = engine.lockstep.watch.wait
 
         def wait(moment: Any) -> None:
             while not fault.due and not moment.reached:
@@ -74,7 +74,7 @@ def run(case: dict[str, Any], rank: int, where: Rendezvous, store: Store | None)
                 raise ValueError("a bug of this rank alone")
             true(moment)
 
-        engine._lockstep.watch.wait = wait
+        engine.lockstep.watch.wait = wait
     loop = EngineLoop(engine, rank, config.tp_size)
     loop.start()
     loop.put(Commands(submits=tuple(asked(action) for action in case["actions"] if action["dp_rank"] == rank)))

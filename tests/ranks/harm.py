@@ -14,11 +14,11 @@ class Harm:
     """One plant in one rank: due from step `at_step` on, once; `struck(step)` is told when."""
 
     def __init__(self, rank: Rank, at_step: int, struck: Callable[[int], None]) -> None:
-        self.lockstep, self.mesh = rank._lockstep, rank._lockstep.mesh
+        self.lockstep, self.mesh = rank.lockstep, rank.lockstep.mesh
         self.exchange, self.coordinator, self.step = (
-            rank._lockstep.exchange,
-            rank._lockstep.coordinator,
-            rank._lockstep.step,
+            rank.lockstep.exchange,
+            rank.lockstep.coordinator,
+            rank.lockstep.step,
         )
         self._at_step, self._struck, self._done = at_step, struck, False
         self._kept: list[tuple[Any, str, Any]] = []

@@ -6,10 +6,10 @@ from dataclasses import replace
 from torch import Tensor
 
 from cluster.batch import SamplingMode
+from cluster.device.staging import Sent
 from cluster.distributed.mesh import Axis
 from cluster.dp_attention.plan import ScriptCall, StepPlan
 from cluster.dp_attention.sizes import Buckets
-from cluster.engine.assembler import ProgramInputs
 from cluster.engine.programs import Program
 from cluster.spec.result import StepOutput
 from tests.ranks.harm import Harm, Plant, planned, set_before
@@ -60,10 +60,10 @@ def replayed(change: Callable[[tuple[ScriptCall, ...]], tuple[ScriptCall, ...]])
         programs = harm.lockstep.programs
         true = programs._replayed
 
-        def wrong(program: Program, inputs: ProgramInputs) -> StepOutput:
+        def wrong(program: Program, sent: Sent) -> StepOutput:
             if harm.due(harm.exchange._step):
                 program = replace(program, calls=change(program.calls))
-            return true(program, inputs)
+            return true(program, sent)
 
         harm.put(programs, "_replayed", wrong)
 

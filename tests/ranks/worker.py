@@ -18,7 +18,7 @@ from cluster.batch import Batch
 from cluster.config import ConfigError, EngineConfig
 from cluster.distributed.mesh import Axis, GangError, Rendezvous, Store
 from cluster.engine import Engine, Rank, build_rank
-from cluster.engine.scheduler import Schedule
+from cluster.engine.lockstep import StepInFlight
 from cluster.request import LogitAdjustments, Request, RequestParams, TokenLogprob
 from cluster.spec import tree
 from cluster.spec.tree import DraftTree
@@ -57,7 +57,7 @@ class Logs:
     """The logs of the world and of the attention group, kept while it is attached."""
 
     def __init__(self, rank: Rank) -> None:
-        mesh = rank._lockstep.mesh
+        mesh = rank.lockstep.mesh
         self.world, self.attn = Log(), Log()
         self._by_axis = {id(mesh.world): self.world, id(mesh.attn): self.attn}
         self._true = {name: getattr(Axis, name) for name in LOGGED}
@@ -107,7 +107,7 @@ def run(case: dict[str, Any], rank: int = 0, rendezvous: Rendezvous | None = Non
     tree.FLOOR = LOWEST
     engine = walked(build_rank(config, rank, rendezvous, store if rank == 0 else None))
     if os.environ.get("OVERLAP") == "1":
-        engine._lockstep.lag = 1
+        engine.lockstep.lag = 1
     logs = Logs(engine)
     undo: Callable[[], None] | None = None
     if case["plant"] and rank == case["guilty"]:
@@ -124,7 +124,7 @@ def run(case: dict[str, Any], rank: int = 0, rendezvous: Rendezvous | None = Non
 
 
 def _steps(engine: Rank, case: dict[str, Any], logs: Logs) -> Life:
-    mesh, began = engine._lockstep.mesh, time.monotonic()
+    mesh, began = engine.lockstep.mesh, time.monotonic()
     actions = deque(a for a in case["actions"] if mesh.leads and a["dp_rank"] == mesh.dp_rank)
     last = max((a["step"] for a in case["actions"]), default=0)
     life = Life({}, {}, {}, {}, [], [], 0, 0, [], [], 0, 0.0, [])
@@ -197,7 +197,7 @@ def _watch_trees(engine: Engine, trees: dict[str, int]) -> None:
     if engine._p.lockstep.programs._capture is not None:
         return
     drafter, drafted = engine._p.lockstep.step._draft, deque[dict[int, bytes]]()
-    true, true_commit = drafter.draft, engine._commit
+    true, true_commit = drafter.draft, engine._committer.commit
 
     def draft(batch: Batch, *given: Any) -> DraftTree:
         drawn = true(batch, *given)
@@ -206,20 +206,20 @@ def _watch_trees(engine: Engine, trees: dict[str, int]) -> None:
         drafted.append({row: str(list(each)).encode() for row, each in zip(rows, nodes, strict=True)})
         return drawn
 
-    def commit(schedule: Schedule, *given: Any) -> Any:
+    def commit(step: StepInFlight, *given: Any) -> Any:
         words = drafted.popleft()
-        for sequence, lease in schedule.decodes:
+        for sequence, lease in step.schedule.decodes:
             if sequence.lease is lease:
                 name = sequence.request.request_id
                 trees[name] = zlib.crc32(words[lease.row], trees.get(name, 0))
-        return true_commit(schedule, *given)
+        return true_commit(step, *given)
 
     drafter.draft = draft  # type: ignore[method-assign]
-    engine._commit = commit  # type: ignore[method-assign]
+    engine._committer.commit = commit  # type: ignore[method-assign]
 
 
 def _watch_retraction(engine: Engine, names: list[str]) -> None:
-    scheduler = engine._p.scheduler
+    scheduler = engine._p.scheduler.decode
     true = scheduler._retract
 
     def retract(sequence: Any) -> None:
@@ -235,8 +235,8 @@ def _shake(engine: Engine, random: Random) -> None:
     true = scheduler.schedule
 
     def schedule(*given: int) -> Any:
-        scheduler._budget = random.choice((1, 2, 5, 13, 64, 1 << 30))
-        scheduler._mixed_budget = random.choice((1, 3, scheduler._budget))
+        scheduler.prefill._budget = random.choice((1, 2, 5, 13, 64, 1 << 30))
+        scheduler.prefill._mixed_budget = random.choice((1, 3, scheduler.prefill._budget))
         return true(*given)
 
     scheduler.schedule = schedule  # type: ignore[method-assign]

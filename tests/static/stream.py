@@ -33,7 +33,7 @@ from cluster.engine import build
 from cluster.engine.captures import Captures, buckets_of
 from cluster.engine.lockstep import Lockstep
 from cluster.engine.programs import Programs
-from cluster.spec.result import Results
+from cluster.spec.result import StepOutput
 
 Call = Callable[[], object]
 
@@ -252,7 +252,7 @@ class OnStream:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._programs, name)
 
-    def run(self, order: StepInput, plan: StepPlan, shape: TreeShape) -> Results:
+    def run(self, order: StepInput, plan: StepPlan, shape: TreeShape) -> StepOutput:
         stream = self._stream
         self.modes.append((plan.mode, plan.captured and plan.key in self._programs.captured))
         stream.step()

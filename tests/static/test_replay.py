@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from cluster.batch import SamplingMode
 from cluster.capture.tape import Tape
 from cluster.config import EngineConfig
+from cluster.device.staging import Sent
 from cluster.engine import Engine, build_engine
-from cluster.engine.assembler import ProgramInputs
 from cluster.engine.programs import TAPES, Program
 from cluster.request import LogitAdjustments, Request, RequestParams, TokenLogprob
 from cluster.spec.result import StepOutput
@@ -57,11 +58,12 @@ class Compared:
         self._shapes = {shape.num_steps: shape for shape in engine._p.lockstep.shapes}
         monkeypatch.setattr(programs, "_replayed", self.replayed)
 
-    def replayed(self, program: Program, inputs: ProgramInputs) -> StepOutput:
+    def replayed(self, program: Program, sent: Sent) -> StepOutput:
         tape: Any = program.captured
         before = self._copied()
-        shape = self._shapes[next(key for key, one in self._programs.captured.items() if one is program)[0]]
-        run = self._programs.step.run(self._programs.assembler.batch(inputs), shape)
+        key = next(key for key, one in self._programs.captured.items() if one is program)
+        batch = self._programs.assembler.batch(sent, SamplingMode(key.mode), key.forced)
+        run = self._programs.step.run(batch, self._shapes[key.num_steps])
         wanted = [run.packed, *_logprobs(run), *self._copied()]
         with torch.inference_mode():
             for mine, old in zip(self._state, before, strict=True):
@@ -69,7 +71,7 @@ class Compared:
         places = [buffer.data_ptr() for buffer in tape.buffers]
         assert self._places.setdefault(id(program), places) == places
         poison(tape, POISONS[self.replays[id(program)] % 2])
-        given = self._replayed(program, inputs)
+        given = self._replayed(program, sent)
         got = [given.packed, *_logprobs(given), *self._copied()]
         assert all(same(a, b) for a, b in zip(got, wanted, strict=True))
         self.replays[id(program)] += 1
@@ -155,7 +157,7 @@ def test_what_a_replay_gave_is_read_after_the_next_replay() -> None:
     config = config_of(*tiny_pair(), 3)
     plain = texts(build_engine(config), PARAMS["log-probabilities"])
     engine = build_engine(config.model_copy(update={"capture": "on"}))
-    engine._lockstep.lag = 1
+    engine.lockstep.lag = 1
     assert rounded(texts(engine, PARAMS["log-probabilities"])) == rounded(plain), "requests share steps with others"
 
 

@@ -74,7 +74,7 @@ def check(pair: Pair, topk: int, ways: Iterable[tuple[int, SamplingMode, bool]])
             if SamplingMode.PROMPT_LOGPROBS in mode:
                 chunks = tuple(chunk._replace(scored=chunk.stop - chunk.start - chunk.final) for chunk in chunks)
             order = StepInput(decodes=DECODES, chunks=chunks, adjustings=adjustings, **CHANGES, mode=mode)
-            output = programs._run(programs.assembler.send(order, shape.forced), shape)
+            output = programs._run(programs.assembler.send(order, shape.forced), mode, shape)
             finals, rows = sum(chunk.final for chunk in chunks), sum(chunk.stop - chunk.start for chunk in chunks)
             assert output.packed.shape == (len(DECODES) * (shape.num_steps + 3) + finals + rows,)
             assert output.packed.device == torch.device(NAME, 0)
@@ -117,7 +117,7 @@ def test_what_asks_or_comes_from_elsewhere_is_caught(
     monkeypatch.setattr(Step, "run", asking)
     with simulated(engine), pytest.raises(error):
         programs = engine._p.lockstep.programs
-        programs._run(programs.assembler.send(StepInput(decodes=DECODES), 0), engine._p.shape)
+        programs._run(programs.assembler.send(StepInput(decodes=DECODES), 0), SamplingMode(0), engine._p.shape)
 
 
 PARTS = 8

@@ -13,9 +13,9 @@ import torch
 from cluster.batch import SamplingMode
 from cluster.capture.recorder import hosted, native, recorded_by
 from cluster.config import EngineConfig
+from cluster.device.staging import Sent
 from cluster.dp_attention.sizes import Buckets
 from cluster.engine import Engine, build_engine
-from cluster.engine.assembler import ProgramInputs
 from cluster.engine.programs import Program, Programs
 from cluster.request import LogitAdjustments, Request
 from cluster.sampling.token_bitmask import barred
@@ -244,7 +244,7 @@ def test_an_answer_of_the_host_that_a_replay_does_not_renew_is_noticed(monkeypat
 
 def test_results_that_are_read_where_they_lie_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     alone(tiny_pair()[0], "free", "0.8")
-    monkeypatch.setattr("cluster.engine.programs.Results", replace)
+    monkeypatch.setattr(StepOutput, "start_copy", replace)
     noticed("plain", "free")
 
 
@@ -252,8 +252,8 @@ def test_inputs_that_are_not_brought_to_their_place_are_noticed(monkeypatch: pyt
     alone(tiny_pair()[0], "free", "0.8")
     true = Programs._replayed
 
-    def elsewhere(self: Programs, program: Program, inputs: ProgramInputs) -> StepOutput:
-        return true(self, program, replace(inputs, sent=program.inputs.sent))
+    def elsewhere(self: Programs, program: Program, sent: Sent) -> StepOutput:
+        return true(self, program, program.sent)
 
     monkeypatch.setattr(Programs, "_replayed", elsewhere)
     noticed("plain", "free")

@@ -18,7 +18,7 @@ from cluster.batch import DecodeRequest, PromptChunk, StepInput
 from cluster.config import EngineConfig
 from cluster.engine import Engine, build_engine
 from cluster.request import Request, RequestParams
-from cluster.spec.result import StepDecisions, StepOutput
+from cluster.spec.result import StepOutput
 from tests.gpu.stages.stage import Stage, run
 from tests.static.trap import Trap
 from tests.tiny import tiny_draft, tiny_target
@@ -42,7 +42,7 @@ def watched(stage: Stage) -> Iterator[None]:
         return
     true = StepOutput.read
 
-    def read(self: StepOutput) -> StepDecisions:
+    def read(self: StepOutput) -> StepOutput:
         torch.cuda.set_sync_debug_mode("default")
         try:
             return true(self)
@@ -152,7 +152,7 @@ def without_numbers(engine: Engine) -> int:
     order = StepInput(decodes=(DecodeRequest(0, 7), DecodeRequest(1, 9)), chunks=(chunk,), lens=((0, 7), (1, 9)))
     with simulated(engine):
         programs = engine._p.lockstep.programs
-        output = programs._run(programs.assembler.send(order, 0), engine._p.shape)
+        output = programs._run(programs.assembler.send(order, 0), order.mode, engine._p.shape)
         assert output.packed.device == torch.device(NAME, 0)
         return int(output.packed.shape[0])
 

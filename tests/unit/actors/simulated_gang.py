@@ -14,8 +14,9 @@ from cluster.actors.prefill_speed import Drift
 from cluster.config import EngineConfig
 from cluster.config.tree_shape import tree_shape
 from cluster.engine.finish import FinishCheck
-from cluster.engine.scheduler import Schedule, Scheduler
-from cluster.engine.sequence import RequestState
+from cluster.engine.request_state import RequestState
+from cluster.engine.schedule import Schedule
+from cluster.engine.scheduler import Scheduler
 from cluster.kv.cache import KVCache
 from cluster.kv.page_table import PageTable
 from cluster.observability.step_times import StepTimes

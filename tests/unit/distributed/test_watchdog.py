@@ -233,7 +233,7 @@ def test_the_thread_that_steps_is_the_one_whose_work_peers_hear_of() -> None:
     """Not the one that has loaded the engine, which does nothing from then on."""
     engine = build_engine(config_of(tiny_pair()[0]))
     heartbeat_monitor: Any = SimpleNamespace(effort=StepThread())
-    engine._lockstep.mesh.heartbeat_monitor = heartbeat_monitor
+    engine.lockstep.mesh.heartbeat_monitor = heartbeat_monitor
     loaded, ids = heartbeat_monitor.effort.thread, list[int]()
     engine.submit(request("a", [3, 1, 4], SAMPLING["greedy"], max_tokens=2))
 

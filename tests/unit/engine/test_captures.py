@@ -164,7 +164,7 @@ def test_a_rank_that_leaves_drops_its_programs_with_its_communicators(monkeypatc
     engine = build_engine(config_of(tiny_pair()[0], capture="on"))
     for _ in range(2):
         run(engine, [request("a", [3, 1, 4], SAMPLING["greedy"], max_tokens=6)])
-    programs = engine._lockstep.programs
+    programs = engine.lockstep.programs
     assert programs.captured and programs.checksum
     monkeypatch.setattr(Mesh, "close", lambda mesh, reason, drop: drop())
     engine.close("a bug")

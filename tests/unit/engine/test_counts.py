@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from cluster.batch import StepInput
+from cluster.device.staging import Sent
 from cluster.engine import Engine, build_engine
-from cluster.engine.assembler import ProgramInputs
-from cluster.engine.lockstep import GangStep, Lockstep
+from cluster.engine.lockstep import Lockstep, StepInFlight
 from cluster.observability.exposition import Sums
 from tests.parity.harness import GREEDY, config_of, grid_requests, request, run, speculative, tiny_pair, truth
 
@@ -67,7 +67,7 @@ def watched(engine: Engine) -> list[StepInput]:
     assembler, table = engine._p.lockstep.programs.assembler, engine._p.cache.table
     true, sent = assembler.send, []
 
-    def send(order: StepInput, forced: int) -> ProgramInputs:
+    def send(order: StepInput, forced: int) -> Sent:
         sent.append(order)
         made = true(order, forced)
         assert np.array_equal(table.device_pages.numpy(), table.held)
@@ -94,7 +94,7 @@ def test_prompts_give_way_to_those_who_decode_in_other_groups(
 ) -> None:
     true = Lockstep.run
 
-    def with_others(*given: Any) -> GangStep:
+    def with_others(*given: Any) -> StepInFlight:
         ran = true(*given)
         decode_us, prompt_rows = (ran.plan.decode_us + of_others, ran.plan.prompt_rows + of_others)
         return replace(ran, plan=ran.plan._replace(decode_us=decode_us, prompt_rows=prompt_rows))

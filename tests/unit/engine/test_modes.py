@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from cluster.batch import SamplingMode
-from cluster.engine.scheduler import mode_of
+from cluster.engine.schedule import mode_of
 from cluster.request import LogitAdjustments, RequestParams
 
 NOISY, FILTERED = SamplingMode.NOISY, SamplingMode.NOISY | SamplingMode.FILTERED

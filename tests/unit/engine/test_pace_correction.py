@@ -8,7 +8,8 @@ from statistics import median
 import pytest
 
 from cluster.engine.pace_correction import MOST, Correction, RunningMedian
-from cluster.engine.scheduler import Schedule, Scheduler
+from cluster.engine.schedule import Schedule
+from cluster.engine.scheduler import Scheduler
 from tests.unit.engine.test_prefill_share import CPU, EIGHT_B, PACE, Machine, decoding, scheduler_of
 from tests.unit.engine.test_scheduler import advance, sequence
 

@@ -8,7 +8,8 @@ import torch
 
 from cluster.config import EngineConfig
 from cluster.engine.calibrate import StepLimits, TrialLoad, fit
-from cluster.engine.scheduler import Schedule, Scheduler
+from cluster.engine.schedule import Schedule
+from cluster.engine.scheduler import Scheduler
 from cluster.kv.cache import KVCache
 from cluster.kv.page_table import PageTable
 from cluster.observability.step_times import READING, StepTimes

@@ -8,8 +8,9 @@ import torch
 from cluster.config import EngineConfig
 from cluster.config.tree_shape import TreeShape
 from cluster.engine.finish import FinishCheck
-from cluster.engine.scheduler import Schedule, Scheduler
-from cluster.engine.sequence import RequestState
+from cluster.engine.request_state import RequestState
+from cluster.engine.schedule import Schedule
+from cluster.engine.scheduler import Scheduler
 from cluster.kv.cache import KVCache
 from cluster.kv.page_table import PageTable
 from cluster.request import Request, RequestParams
@@ -210,7 +211,7 @@ def test_who_waits_goes_on_when_the_other_one_is_gone(end: str) -> None:
         scheduler.release(first)
         assert names(scheduler.schedule()) == ([], [("b", 16, 32)]), "what was computed is not lost"
     else:
-        scheduler._retract(first)
+        scheduler.decode._retract(first)
         plan = scheduler.schedule()
         assert names(plan) == ([], [("a", 16, 32)]), "who was retracted is first again"
         advance(plan)

@@ -152,10 +152,6 @@ class RequestState:
         self.reach -= self.most_of(shape) - count  # `begin_tree` assumed that all levels are accepted
         self.unread -= 1
 
-    def extend(self, tokens: list[int]) -> None:
-        """Append generated tokens."""
-        self.tokens += tokens
-
     def count(self, accept_len: int, drafted: int) -> None:
         """Count one verified tree."""
         self.steps += 1

@@ -1,4 +1,4 @@
-"""The step loop of one rank: one thread owns the engine; all other threads leave commands in the loop's inbox.
+"""The loop of one rank's engine: one thread owns the engine; all other threads leave commands in the loop's inbox.
 
 No Ray and no tensors here. All ranks of a gang step together, also ranks without work. When no rank has work, all ranks
 sleep; a submit to any rank wakes all.

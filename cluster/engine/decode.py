@@ -1,0 +1,76 @@
+"""Schedules decoding: which requests decode in the next step, their pages, and the depth of their trees.
+
+- Every running request whose prompt is computed decodes in every step, unless the steps in flight are certain to end it
+  by max_tokens.
+- Before a step, each decoding request gets pages for all that it may write: the most tokens that it may have committed
+  by then, and a window of W slots after them. Decoding requests get their pages before prompts do.
+- When pages run out, the request admitted last is retracted: it loses its pages and goes back to the front of the
+  queue. So the oldest request always makes progress.
+- The rank votes for a depth of the trees (a tier) by its number of decoding requests (`speculative_batch_tiers`). The
+  step takes the lowest vote of all groups.
+"""
+
+from collections import deque
+
+from cluster.config import EngineConfig
+from cluster.config.tree_shape import tree_shape
+from cluster.engine.request_state import RequestState
+from cluster.engine.schedule import Schedule
+from cluster.kv.cache import KVCache
+
+
+class DecodeScheduler:
+    """The running requests of one rank, in order of admission. Retracted requests go to `waiting`."""
+
+    def __init__(self, config: EngineConfig, cache: KVCache, window: int, waiting: deque[RequestState]) -> None:
+        """`window` is W, the slots beyond its committed tokens that a decoding request may write in a step."""
+        self.running: list[RequestState] = []
+        self.waiting, self._config, self._cache, self._window = waiting, config, cache, window
+        shape = tree_shape(config)
+        self._deepest, self._shape = shape.num_steps, shape.forcing()
+
+    def schedule(self, schedule: Schedule) -> None:
+        """Add the requests that decode to `schedule`, with pages for their windows."""
+        while True:
+            schedule.decodes = [
+                (s, s.lease) for s in self.running if s.lease is not None and not (s.prefilling or s.ends)
+            ]
+            # `reach` bounds the committed tokens from above: results of steps in flight are not known yet.
+            reaches = [min(s.reach, s.longest) + self.window_of(s) for s, _ in schedule.decodes]
+            if self._cache.grow([lease for _, lease in schedule.decodes], reaches):
+                break
+            self._retract(self.running[-1])
+            schedule.retracted += 1
+        schedule.num_steps = self._config.levels_at(len(schedule.decodes), self._deepest)
+
+    def publish(self) -> None:
+        """Put all pages that the last step completed into the radix tree, where other requests find them."""
+        for sequence in self.running:
+            if sequence.lease is not None:
+                self._cache.publish(sequence.lease, sequence.tokens, sequence.committed)
+
+    def stop(self, sequence: RequestState, sound: int) -> None:
+        """Close the lease of a running request. Other requests may read the KV of its first `sound` tokens."""
+        assert sequence.lease is not None, "only a running request has a lease"
+        self.running.remove(sequence)
+        self._cache.close(sequence.lease, sequence.tokens, sound)
+        sequence.leave()
+
+    def window_of(self, sequence: RequestState) -> int:
+        """W for this request. A request with a grammar may also have forced nodes, which need more slots."""
+        return self._window if sequence.request.params.grammar is None else max(self._window, self._shape.window)
+
+    def growth(self, sequence: RequestState) -> int:
+        """The most new pages that a running request can need for its next step. The step that now begins commits at
+        most S + 1 tokens, and a request that still runs has at most `longest` committed.
+        """
+        assert sequence.lease is not None, "only running requests grow"
+        if sequence.prefilling:
+            most = len(sequence.tokens)
+        else:
+            most = min(sequence.reach + sequence.most_of(self._shape), sequence.longest)
+        return max(0, self._cache.pages_for(most + self.window_of(sequence)) - sequence.lease.pages)
+
+    def _retract(self, sequence: RequestState) -> None:
+        self.stop(sequence, sequence.committed)
+        self.waiting.appendleft(sequence)
