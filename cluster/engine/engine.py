@@ -5,8 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from cluster.arch import TargetArch
-from cluster.config import EngineConfig
+from cluster.arch.resolve import ResolvedConfig
 from cluster.config.tree_shape import TreeShape
 from cluster.device.timing import Spans
 from cluster.engine.draft_sample import take_sample
@@ -45,10 +44,7 @@ TOO_SLOW = (
 class EngineParts:
     """The parts of an `Engine`; `cluster.engine.build` makes them."""
 
-    config: EngineConfig
-    arch: TargetArch
-    shape: TreeShape
-    context_length: int
+    resolved: ResolvedConfig
     cache: KVCache
     scheduler: Scheduler
     lockstep: Lockstep
@@ -63,10 +59,10 @@ class Engine(Rank):
 
     def __init__(self, parts: EngineParts) -> None:
         super().__init__(parts.lockstep, parts.metrics, parts.info)
-        self.config, self.tokenizer = parts.config, parts.tokenizer
+        self.config, self.tokenizer = parts.resolved.settings, parts.tokenizer
         self._p = parts
         self._sequences: dict[str, RequestState] = {}
-        self._seeds = Seeds(parts.config.random_seed)
+        self._seeds = Seeds(self.config.random_seed)
         self._over: list[SequenceOutput] = []  # outputs of requests that ended at once in `submit`
         self._trees = self._tree_tokens = self._anew = 0
         # By the last plan: the largest `decode_us` of other groups, and how many other groups ran prompt rows.
@@ -89,18 +85,19 @@ class Engine(Rank):
         prompt = len(request.prompt_token_ids) - request.resumed_tokens
         if prompt < 1:
             raise ValueError("prompt must hold at least one token")
-        bad = [t for t in request.prompt_token_ids if not 0 <= t < p.arch.vocab_size]
+        vocab_size, context_length = p.resolved.target.vocab_size, p.resolved.context_length
+        bad = [t for t in request.prompt_token_ids if not 0 <= t < vocab_size]
         if bad:
-            raise ValueError(f"prompt holds token id {bad[0]}, outside the vocabulary of {p.arch.vocab_size}")
+            raise ValueError(f"prompt holds token id {bad[0]}, outside the vocabulary of {vocab_size}")
         named = () if params.adjustments is None else params.adjustments.token_ids()
-        if (other := next((t for t in named if not 0 <= t < p.arch.vocab_size), None)) is not None:
-            raise ValueError(f"adjustments name token id {other}, outside the vocabulary of {p.arch.vocab_size}")
-        if prompt + params.max_tokens > p.context_length:
+        if (other := next((t for t in named if not 0 <= t < vocab_size), None)) is not None:
+            raise ValueError(f"adjustments name token id {other}, outside the vocabulary of {vocab_size}")
+        if prompt + params.max_tokens > context_length:
             raise ValueError(
                 f"prompt of {prompt} tokens plus max_tokens {params.max_tokens} exceeds the context length of "
-                f"{p.context_length} tokens; shorten the prompt or lower max_tokens"
+                f"{context_length} tokens; shorten the prompt or lower max_tokens"
             )
-        shape = p.shape if params.grammar is None else p.shape.forcing()
+        shape = p.resolved.shape if params.grammar is None else p.resolved.forced_shape
         # The window counts too: a step may write W slots beyond the last committed token.
         if p.cache.pages_for(prompt + params.max_tokens + shape.window) > p.cache.total:
             raise ValueError(
@@ -122,7 +119,8 @@ class Engine(Rank):
             raise ValueError(f"request_id {request.request_id!r} is in use")
         p, params, ids = self._p, request.params, request.prompt_token_ids
         prompt_len = len(ids) - request.resumed_tokens
-        finish = FinishCheck(params, p.arch.eos_token_ids, p.arch.vocab_size, p.tokenizer, ids[:prompt_len])
+        target = p.resolved.target
+        finish = FinishCheck(params, target.eos_token_ids, target.vocab_size, p.tokenizer, ids[:prompt_len])
         if request.resumed_tokens:  # the output that the client has may already end the request
             cut = finish.cut(ids[prompt_len:], params.max_tokens)
             if cut.reason is not None:
@@ -130,7 +128,7 @@ class Engine(Rank):
                 RequestTimes().finish(self.metrics, cut.reason)
                 return
         request = self._seeds.fill(request)
-        shape = p.shape if params.grammar is None else p.shape.forcing()
+        shape = p.resolved.shape if params.grammar is None else p.resolved.forced_shape
         sequence = RequestState(request, finish, list(ids), prompt_len, [0] * (shape.num_steps + 1))
         self._sequences[request.request_id] = sequence
         p.scheduler.waiting.append(sequence)
@@ -159,7 +157,7 @@ class Engine(Rank):
         for sequence in schedule.fresh:
             sequence.times.admit(scheduled)
         # Each group votes for a tree depth by its own load; the plan takes the lowest vote.
-        vote = p.config.levels_at(len(schedule.decodes), p.shape.num_steps)
+        vote = p.resolved.levels_at(len(schedule.decodes))
         ran = p.lockstep.run(order, len(self._sequences), vote, schedule.decode_us)
         own_group = p.lockstep.mesh.dp_rank
         self._busiest = max((us for g, us in enumerate(ran.plan.decode_us) if g != own_group), default=0)

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from cluster.batch import DecodeRequest, PageCopy, PageWrite, PromptChunk, SamplingMode, StepInput
-from cluster.config import EngineConfig
-from cluster.config.tree_shape import TreeShape, tree_shape
+from cluster.config.resolved import ResolvedSettings
+from cluster.config.tree_shape import TreeShape
 from cluster.engine.pace_correction import Correction
 from cluster.engine.sequence import RequestState
 from cluster.kv.cache import KVCache, Lease, Next
@@ -166,7 +166,7 @@ class RemainingRows:
 class Scheduler:
     """The waiting queue and the running list of one rank."""
 
-    def __init__(self, config: EngineConfig, cache: KVCache, window: int, pace: StepTimes | None = None) -> None:
+    def __init__(self, resolved: ResolvedSettings, cache: KVCache, window: int, pace: StepTimes | None = None) -> None:
         """`window` is W, the slots beyond its committed tokens that a decoding request may write in a step. `pace`
         limits the prompt rows of steps in which requests decode. If it is None, or `mixed_prefill_size` is set, only
         the sizes of the config limit them.
@@ -174,11 +174,10 @@ class Scheduler:
         self.waiting: deque[RequestState] = deque()
         self.running: list[RequestState] = []
         self._cache, self._window = cache, window
-        self._shape = tree_shape(config).forcing()
+        self._shape = resolved.forced_shape
         self._ahead = cache.pages_for(WORTH_WAITING)  # the pages that two prompts must share for one to wait
-        self._budget = config.chunked_prefill_size if config.chunked_prefill_size > 0 else 1 << 30
-        self._mixed_budget = min(self._budget, config.mixed_prefill_size or self._budget)
-        self._pace = None if config.mixed_prefill_size else pace
+        self._budget, self._mixed_budget = resolved.chunk_rows, resolved.mixed_rows
+        self._pace = pace if resolved.paced else None
         self._overdrawn = 0.0  # microseconds, 0 or less: what the last step took beyond its allowance
         self.correction = Correction()
 

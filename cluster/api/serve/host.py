@@ -125,9 +125,9 @@ def _settled(config: EngineConfig) -> EngineConfig:
     if hub_models(config):
         config = pin(config)
         with outlined(config) as seen:
-            settled = check_models(seen).config
+            settled = check_models(seen).settings
     elif config.speculative_draft_model_path is not None:
-        return resolve_models(config).config
+        return resolve_models(config).settings
     else:
         return config
     # `settled` names folders of this node; ranks on other nodes need the commits.
