@@ -59,6 +59,13 @@ class ResolvedSettings:
             **more,
         )
 
+    @property
+    def positions_beyond(self) -> int:
+        """How many positions the rows of a step may lie beyond the longest committed length that the host knows. The
+        depth of a tree counts twice, as the host may not know yet how much of the tree before was accepted.
+        """
+        return 2 * self.forced_shape.num_steps + 3
+
     def levels_at(self, decodes: int) -> int:
         """Return the most tree levels of a step in which `decodes` requests of a rank decode."""
         limits = self.settings.speculative_batch_tiers.items()

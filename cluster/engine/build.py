@@ -17,8 +17,8 @@ from cluster.distributed.mesh import Mesh, Rendezvous, Store, join
 from cluster.distributed.watchdog import DeviceWatchdog
 from cluster.dp_attention.coordinator import Coordinator
 from cluster.dp_attention.plan import PlanRule
-from cluster.engine.assembler import Assembler, positions_beyond
-from cluster.engine.backends import TreeBackend, bitmask_of, sampler_of, tree_backend_of
+from cluster.engine.assembler import Assembler
+from cluster.engine.backends import bitmask_of, sampler_of, tree_backend_of
 from cluster.engine.calibrate import measure_pace
 from cluster.engine.captures import Captures, capture_decoding, captures_of
 from cluster.engine.draft_sample import check_sample
@@ -43,7 +43,6 @@ from cluster.sampling.grammars import GrammarTable
 from cluster.sampling.logits_processor import LogitsTables
 from cluster.sampling.parameters import SamplingTable
 from cluster.sampling.penalties import PenaltyTable
-from cluster.sampling.torch_sampler import Sampler
 from cluster.spec.draft import Draft, EagleDraft, NoDraft
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.multilayer import MultiLayerDraft
@@ -75,26 +74,16 @@ class EnginePlan:
         """The facts that follow from settings, checkpoints and device."""
         return self.models.resolved
 
-    @property
-    def sampler(self) -> Sampler:
-        """The sampler, with the same kernels as the models."""
-        return sampler_of(self.models.kernels)
-
-    @property
-    def trees(self) -> TreeBackend:
-        """The functions that grow and accept trees, with the same kernels."""
-        return tree_backend_of(self.models.kernels)
-
     def draft(self) -> Draft:
         """Return the draft over `draft_runner_list`: one runner for all levels, one per level, or no draft at all."""
         runners, topk = self.memory.draft_runner_list, self.resolved.shape.topk
         if not runners:
             return NoDraft()
-        model = runners[0].model
-        ranking = CoupledRanking(model.target_ids, topk, model.own_ids, self.sampler)
+        model, sprout = runners[0].model, tree_backend_of(self.models.kernels).sprout
+        ranking = CoupledRanking(model.target_ids, topk, model.own_ids, sampler_of(self.models.kernels))
         if len(runners) == 1:
-            return EagleDraft(runners[0], ranking, self.trees.sprout)
-        return MultiLayerDraft(runners, ranking, self.memory.cache.table, self.trees.sprout)
+            return EagleDraft(runners[0], ranking, sprout)
+        return MultiLayerDraft(runners, ranking, self.memory.cache.table, sprout)
 
 
 def build_engine(config: EngineConfig) -> Engine:
@@ -168,7 +157,7 @@ def prepare(
     same_everywhere(resolved, kernels, mesh)
     _host(resolved.settings, device)
     _warn_of_context(resolved)
-    deepest = resolved.context_length + positions_beyond(resolved.shape)
+    deepest = resolved.context_length + resolved.positions_beyond
     memory = memory_of(device) if memory is None else memory
     if memory is None:
         models, weights = load_models(resolved, mesh, device, kernels, deepest), 0
@@ -273,7 +262,7 @@ def _lockstep(prepared: EnginePlan, draft: Draft, captures: Captures | None) -> 
         coordinator=Coordinator(mesh, rule, resolved.tiers, *models.ops),
         exchange=models.exchange,
         programs=Programs(
-            Assembler(table, SamplingTable(rows, dtype, device), adjusting, resolved.shape, slots, runners, turns),
+            Assembler(table, SamplingTable(rows, dtype, device), adjusting, resolved, slots, runners, turns),
             Step(
                 memory.target_runner,
                 draft,
@@ -281,8 +270,8 @@ def _lockstep(prepared: EnginePlan, draft: Draft, captures: Captures | None) -> 
                 table,
                 adjusting,
                 mesh.enter,
-                prepared.sampler,
-                prepared.trees.accept,
+                sampler_of(models.kernels),
+                tree_backend_of(models.kernels).accept,
             ),
             models.exchange,
             mesh.world.clock,
