@@ -31,6 +31,7 @@ HORIZON = (8, 32, 128, 512)  # steps from now at which future steps are split in
 PARTS = len(HORIZON) + 1
 RENEWAL = 4  # steps of a request between two estimates of its remaining work
 PRIOR_STEPS = 4  # after this many steps a request's own accept length counts as much as the gang's mean
+INDEX_PAGES = 32768  # of a prefix index before a gang has said how many KV pages a rank has
 MEMORY = 1 / 256  # weight of one step of a request in the gang's mean accept length
 
 Work = tuple[int, ...]
@@ -127,7 +128,7 @@ class Balancer:
         *,
         step_rows: int = 1,
         chunk_rows: int = 512,
-        index_pages: int = 32768,
+        index_pages: int = INDEX_PAGES,
     ) -> None:
         """`step_rows` is N, the target rows of a decoding request per step. `chunk_rows` is the most prompt rows of a
         rank per step. `index_pages` bounds each rank's prefix index (about 150 bytes per page): ideally the number of
@@ -146,11 +147,10 @@ class Balancer:
         self._accept = 0.0  # the gang's mean accept length; 0.0 before the first verified tree
 
     @classmethod
-    def of(cls, resolved: ResolvedSettings, index_pages: int | None = None) -> Self:
+    def of(cls, resolved: ResolvedSettings) -> Self:
         """Return the balancer of a gang with these settings."""
         config, rows = resolved.settings, resolved.shape.num_draft_tokens
-        pages = 0 if config.disable_radix_cache else 32768 if index_pages is None else index_pages
-        size = (config.attn_dp_size, config.page_size)
+        size, pages = (config.attn_dp_size, config.page_size), 0 if config.disable_radix_cache else INDEX_PAGES
         return cls(config.routing_policy, *size, step_rows=rows, chunk_rows=resolved.chunk_rows, index_pages=pages)
 
     def place(self, request: Request, expected_new: float) -> RankChoice:

@@ -18,7 +18,7 @@ from cluster.arch.safetensors.tensors import check_tensors
 from cluster.arch.target import TargetArch
 from cluster.config import LONGEST_CONTEXT, ConfigError, EngineConfig
 from cluster.config.resolved import ResolvedSettings
-from cluster.config.tree_shape import DEFAULT_NUM_STEPS, TreeShape
+from cluster.config.tree_shape import DEFAULT_NUM_STEPS
 
 FORCED_ROWS = {"cpu": 4, "cuda": 256}
 """Rows per step for nodes that grammars add, by device: on a GPU they cost almost nothing."""
@@ -64,7 +64,7 @@ class ResolvedConfig(ResolvedSettings):
     def smaller(self, requests: int, rows: int) -> Self:
         """Return the facts for at most `requests` running requests, and `rows` prompt rows in a step."""
         settings = self.settings.model_copy(update={"max_running_requests": requests, "chunked_prefill_size": rows})
-        return replace(self, settings=settings, chunk_rows=rows)
+        return replace(self, settings=settings, chunk_rows=rows, mixed_rows=min(self.mixed_rows, rows))
 
 
 def resolve_models(
@@ -85,7 +85,7 @@ def resolve_models(
         config = _settled(config, draft)
         sample = read_sample(folder, draft.vocab_size, draft.hidden)
     dtype = compute_dtype(target, config.dtype, device, in_c)
-    context, forced_rows = config.context_length or min(target.max_position, LONGEST_CONTEXT), FORCED_ROWS[device]
+    rows = config.speculative_forced_rows
     models = ResolvedConfig.of(
         config,
         device=device,
@@ -94,26 +94,21 @@ def resolve_models(
         sample=sample,
         dtype=dtype,
         kv_cache_dtype=cache_dtype(config.kv_cache_dtype, dtype),
-        context_length=context,
-        forced_rows=forced_rows if config.speculative_forced_rows is None else config.speculative_forced_rows,
+        context_length=config.context_length or min(target.max_position, LONGEST_CONTEXT),
+        forced_rows=FORCED_ROWS[device] if rows is None else rows,
         steps_ahead=int(config.overlap and device == "cuda"),
     )
-    if draft is not None:
-        _check_tree(models.shape, draft, folder)
+    topk, steps = models.shape.topk, models.shape.num_steps
+    if draft is not None and topk > draft.draft_vocab_size:
+        raise ConfigError(
+            f"speculative_eagle_topk {topk} is more than the draft's vocabulary of {draft.draft_vocab_size}; lower it"
+        )
+    if draft is not None and 1 < draft.runners < steps:
+        raise ConfigError(
+            f"speculative_num_steps {steps} is more than the {draft.runners} MTP layers of {folder!r}, each of which "
+            f"makes one level; lower it to {draft.runners}"
+        )
     return models
-
-
-def _check_tree(shape: TreeShape, draft: DraftSpec, folder: str | None) -> None:
-    if shape.topk > draft.draft_vocab_size:
-        raise ConfigError(
-            f"speculative_eagle_topk {shape.topk} is more than the draft's vocabulary of {draft.draft_vocab_size}; "
-            "lower it"
-        )
-    if 1 < draft.runners < shape.num_steps:
-        raise ConfigError(
-            f"speculative_num_steps {shape.num_steps} is more than the {draft.runners} MTP layers of {folder!r}, each "
-            f"of which makes one level; lower it to {draft.runners}"
-        )
 
 
 def check_models(config: EngineConfig, device: str = "cpu", in_c: Callable[[], bool] = lambda: True) -> ResolvedConfig:

@@ -1,4 +1,4 @@
-"""Where settings become facts. No other module reads a setting that may be `auto`, unset or without limit.
+"""Where settings become facts. Other modules take the facts, and derive none of them from the settings again.
 
 A replica knows the settings alone, and has `ResolvedSettings`. A rank has the checkpoints and the device too:
 `arch/resolve.py` adds the facts that follow from these, and makes a `ResolvedConfig`.

@@ -250,10 +250,11 @@ def _lockstep(prepared: EnginePlan, draft: Draft, captures: Captures | None) -> 
     if isinstance(draft, MultiLayerDraft):
         slots.append(draft)
     buckets = None if captures is None else captures.buckets
+    kernels, accept = models.kernels, tree_backend_of(models.kernels).accept
     table, target = memory.cache.table, resolved.target
-    vocab, turns = target.vocab_size, 1 if models.kernels.flashinfer is None else 2
+    vocab, turns = target.vocab_size, 1 if kernels.flashinfer is None else 2
     matchers = LateMatchers(tokenizer_folder(config), vocab, target.eos_token_ids)
-    grammars = GrammarTable(vocab, matchers, bitmask_of(models.kernels))
+    grammars = GrammarTable(vocab, matchers, bitmask_of(kernels))
     adjusting = LogitsTables(PenaltyTable(rows, vocab, dtype, device), grammars)
     waste, apart = GPU_WASTE if resolved.device == "cuda" else 0.0, config.ep_size > 1
     rule = PlanRule(mesh.attn.size, config.dp_padding, waste, buckets, resolved.forced_rows, apart)
@@ -263,16 +264,7 @@ def _lockstep(prepared: EnginePlan, draft: Draft, captures: Captures | None) -> 
         exchange=models.exchange,
         programs=Programs(
             Assembler(table, SamplingTable(rows, dtype, device), adjusting, resolved, slots, runners, turns),
-            Step(
-                memory.target_runner,
-                draft,
-                carried,
-                table,
-                adjusting,
-                mesh.enter,
-                sampler_of(models.kernels),
-                tree_backend_of(models.kernels).accept,
-            ),
+            Step(memory.target_runner, draft, carried, table, adjusting, mesh.enter, sampler_of(kernels), accept),
             models.exchange,
             mesh.world.clock,
             None if captures is None else captures.capture,
