@@ -19,10 +19,9 @@ from cluster.request import Request, RequestParams
 PLENTY = 1 << 24  # tokens of KV: slots run out first
 
 
-def config(**settings: Any) -> EngineConfig:
-    return EngineConfig.model_validate(
-        {"model_path": "m", "max_running_requests": 8, "max_queue_wait_s": 10.0, **settings}
-    )
+def config(**settings: Any) -> ResolvedSettings:
+    own = {"model_path": "m", "max_running_requests": 8, "max_queue_wait_s": 10.0, **settings}
+    return ResolvedSettings.of(EngineConfig.model_validate(own))
 
 
 def request(name: str, max_tokens: int = 100, prompt: int = 10) -> Request:
@@ -33,7 +32,7 @@ def request(name: str, max_tokens: int = 100, prompt: int = 10) -> Request:
 class Simulation:
     """A server of `slots` slots, each good for `pace` tokens per second, first come first served, in 0.05 s steps."""
 
-    settings: EngineConfig
+    settings: ResolvedSettings
     slots: int = 8
     pace: float = 20.0
     now: float = 0.0
@@ -43,7 +42,7 @@ class Simulation:
 
     def run(self, arrivals: list[tuple[float, int, int]], until: float) -> None:
         """`arrivals` are (time, max_tokens, tokens that it really takes)."""
-        admission = Admission(ResolvedSettings.of(self.settings), clock=lambda: self.now)
+        admission = Admission(self.settings, clock=lambda: self.now)
         admission.started(PLENTY)
         coming = [(at, number, most, length) for number, (at, most, length) in enumerate(arrivals)]
         heapq.heapify(coming)
@@ -140,7 +139,7 @@ class Hand:
 
 def filled(clock: Hand, count: int = 8, **settings: Any) -> Admission:
     """An admission whose slots are taken by requests of 100 tokens that get 10 tokens a second each."""
-    admission = Admission(ResolvedSettings.of(config(**settings)), clock)
+    admission = Admission(config(**settings), clock)
     admission.started(PLENTY)
     for i in range(count):
         admission.entered(request(f"r{i}"))
@@ -152,7 +151,7 @@ def filled(clock: Hand, count: int = 8, **settings: Any) -> Admission:
 
 
 def test_requests_in_the_queue_are_counted() -> None:
-    admission = Admission(ResolvedSettings.of(config(max_queued_requests=5)), Hand())
+    admission = Admission(config(max_queued_requests=5), Hand())
     admission.started(PLENTY)
     for i in range(5):
         admission.check(request(f"r{i}"))
@@ -165,7 +164,7 @@ def test_requests_in_the_queue_are_counted() -> None:
 def test_before_anything_was_measured_as_many_wait_as_a_slow_server_would_serve_in_time(
     bound_s: float, taken: int
 ) -> None:
-    admission = Admission(ResolvedSettings.of(config(max_queue_wait_s=bound_s)), Hand())  # 8 slots
+    admission = Admission(config(max_queue_wait_s=bound_s), Hand())  # 8 slots
     admission.started(PLENTY)
     for i in range(200):
         if admission.full() is not None:
@@ -191,7 +190,7 @@ def test_the_wait_is_known_before_any_request_has_ended() -> None:
 
 
 def test_tokens_of_the_queue_are_bounded() -> None:
-    admission = Admission(ResolvedSettings.of(config(max_queued_tokens=500)), Hand())
+    admission = Admission(config(max_queued_tokens=500), Hand())
     admission.check(request("huge", prompt=2000))  # an empty queue takes anything
     admission.entered(request("r0", prompt=390, max_tokens=10))
     admission.check(request("fits", prompt=50, max_tokens=10))
@@ -221,7 +220,7 @@ def test_a_gang_that_is_down_says_nothing_of_time() -> None:
 
 def test_an_outage_is_no_time_to_a_first_token() -> None:
     clock = Hand()
-    admission = Admission(ResolvedSettings.of(config(max_running_requests=64)), clock)
+    admission = Admission(config(max_running_requests=64), clock)
     admission.started(PLENTY)
     for i in range(32):
         admission.entered(request(f"r{i}"))
@@ -242,7 +241,7 @@ def test_an_outage_is_no_time_to_a_first_token() -> None:
 
 def test_expected_lengths_are_learnt() -> None:
     clock = Hand()
-    admission = Admission(ResolvedSettings.of(config()), clock)
+    admission = Admission(config(), clock)
     assert admission.new_tokens(request("r", max_tokens=4096)) == pytest.approx(FIRST_GUESS)
     for i in range(200):
         admission.entered(request(f"r{i}", max_tokens=4096))
