@@ -122,10 +122,10 @@ def _settled(config: EngineConfig) -> EngineConfig:
     Raises:
         ConfigError: a model cannot be found or served, or the draft does not match the settings.
     """
-    if not (named := hub_models(config)):
+    if not hub_models(config):
         return config if config.speculative_draft_model_path is None else resolve_models(config).settings
     config = pin(config)
     with outlined(config) as seen:
         settled = check_models(seen).settings
     # `settled` names folders of this node; ranks on other nodes need the commits.
-    return settled.model_copy(update={name: getattr(config, name) for name in named})
+    return settled.model_copy(update={name: getattr(config, name) for name in hub_models(config)})
