@@ -17,10 +17,9 @@ from cluster.actors.forecast import ExpectedWait, GangForecast, QueuedPrompt, Ra
 from cluster.actors.messages import Overloaded
 from cluster.actors.open_requests import OpenRequest, QueueReport, RankBooks
 from cluster.actors.output_lengths import OutputLengths
-from cluster.actors.prefill_speed import Drift, PrefillSpeed, chunk_of
+from cluster.actors.prefill_speed import Drift, PrefillSpeed
 from cluster.actors.token_rate import TokenRate
-from cluster.config import EngineConfig
-from cluster.config.tree_shape import tree_shape
+from cluster.config.resolved import ResolvedSettings
 from cluster.observability.step_times import StepTimes
 from cluster.request import Request
 
@@ -42,12 +41,13 @@ class Admission:
 
     def __init__(
         self,
-        config: EngineConfig,
+        resolved: ResolvedSettings,
         clock: Callable[[], float] = time.monotonic,
         report: Callable[[int], QueueReport | None] = lambda rank: None,
     ) -> None:
         """`report` returns the latest report of a dp rank, or None if there was none yet."""
-        self._config, self._shape = config, tree_shape(config)
+        config = resolved.settings
+        self._config, self._shape, self._chunk = config, resolved.shape, resolved.chunk_rows
         self._clock, self._report = clock, report
         self._ranks = [RankBooks() for _ in range(config.attn_dp_size)]
         self._open: dict[str, OpenRequest] = {}
@@ -213,9 +213,9 @@ class Admission:
         for rank, books in enumerate(self._ranks):
             if (report := self._report(rank)) is not None:
                 books.read(report)
-        works = [books.work(chunk_of(self._config)) for books in self._ranks]
+        works = [books.work(self._chunk) for books in self._ranks]
         drift = Drift.of_gang([books.drift for books in self._ranks])
-        speeds = PrefillSpeed.of_ranks(self._config, self._pace, self._row_s, works, drift)
+        speeds = PrefillSpeed.of_ranks(self._chunk, self._pace, self._row_s, works, drift)
         window, slots = self._shape.window, self._config.max_running_requests
         running = [one.length for books in self._ranks for one in books.running.values()]
         longest = max((one.length for one in self._open.values() if one.most > 1), default=1)

@@ -21,8 +21,7 @@ from itertools import takewhile
 from typing import Self
 
 from cluster.actors.prefix_estimates import PrefixIndex, chain_of
-from cluster.config import EngineConfig
-from cluster.config.tree_shape import tree_shape
+from cluster.config.resolved import UNLIMITED, ResolvedSettings
 from cluster.request import Request
 
 POLICIES = ("expected_load", "round_robin", "total_tokens", "total_requests")
@@ -32,8 +31,8 @@ HORIZON = (8, 32, 128, 512)  # steps from now at which future steps are split in
 PARTS = len(HORIZON) + 1
 RENEWAL = 4  # steps of a request between two estimates of its remaining work
 PRIOR_STEPS = 4  # after this many steps a request's own accept length counts as much as the gang's mean
+INDEX_PAGES = 32768  # of a prefix index before a gang has said how many KV pages a rank has
 MEMORY = 1 / 256  # weight of one step of a request in the gang's mean accept length
-UNBOUNDED = 1 << 30
 
 Work = tuple[int, ...]
 
@@ -129,7 +128,7 @@ class Balancer:
         *,
         step_rows: int = 1,
         chunk_rows: int = 512,
-        index_pages: int = 32768,
+        index_pages: int = INDEX_PAGES,
     ) -> None:
         """`step_rows` is N, the target rows of a decoding request per step. `chunk_rows` is the most prompt rows of a
         rank per step. `index_pages` bounds each rank's prefix index (about 150 bytes per page): ideally the number of
@@ -148,13 +147,11 @@ class Balancer:
         self._accept = 0.0  # the gang's mean accept length; 0.0 before the first verified tree
 
     @classmethod
-    def of(cls, config: EngineConfig, index_pages: int | None = None) -> Self:
+    def of(cls, resolved: ResolvedSettings) -> Self:
         """Return the balancer of a gang with these settings."""
-        chunk = config.chunked_prefill_size if config.chunked_prefill_size > 0 else UNBOUNDED
-        pages = 0 if config.disable_radix_cache else 32768 if index_pages is None else index_pages
-        rows = tree_shape(config).num_draft_tokens
-        size = (config.attn_dp_size, config.page_size)
-        return cls(config.routing_policy, *size, step_rows=rows, chunk_rows=chunk, index_pages=pages)
+        config, rows = resolved.settings, resolved.shape.num_draft_tokens
+        size, pages = (config.attn_dp_size, config.page_size), 0 if config.disable_radix_cache else INDEX_PAGES
+        return cls(config.routing_policy, *size, step_rows=rows, chunk_rows=resolved.chunk_rows, index_pages=pages)
 
     def place(self, request: Request, expected_new: float) -> RankChoice:
         """Return where `request` would go now, and change nothing. `expected_new` is the expected number of new tokens.
@@ -295,7 +292,7 @@ class Balancer:
         steps = max(1.0, left / max(1.0, accept))
         per_step = UNIT * (self._step_rows + KV_READ * (len(opened.tokens) + opened.new + left / 2))
         work, start = [], 0
-        for end in (*HORIZON, UNBOUNDED):
+        for end in (*HORIZON, UNLIMITED):
             work.append(int(per_step * max(0.0, min(steps, end) - start)))
             start = end
         return tuple(work)
@@ -327,7 +324,7 @@ class Balancer:
     def _future(self, rank: _Rank, queued: int, work: Work) -> list[int]:
         """Return a rank's work in each part of the horizon, after adding `queued` prompt rows and decoding `work`."""
         rows, start, future = rank.queued + queued, 0, []
-        for part, end in enumerate((*HORIZON, UNBOUNDED)):
+        for part, end in enumerate((*HORIZON, UNLIMITED)):
             room = min(rows, self._chunk_rows * (end - start))  # at most one chunk per step
             future.append(UNIT * room + rank.work[part] + (work[part] if work else 0))
             rows, start = rows - room, end

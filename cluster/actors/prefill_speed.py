@@ -10,17 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from cluster.config import EngineConfig
 from cluster.observability.step_times import StepTimes
 
-UNLIMITED = 1 << 30
 BUCKET = 256  # tokens: prompt rows whose start lies in the same bucket count as equally expensive
 US = 1e-6
-
-
-def chunk_of(config: EngineConfig) -> int:
-    """Return the most prompt rows of a step."""
-    return config.chunked_prefill_size if config.chunked_prefill_size > 0 else UNLIMITED
 
 
 class Drift(NamedTuple):
@@ -80,10 +73,10 @@ class PrefillSpeed:
 
     @classmethod
     def of_ranks(
-        cls, config: EngineConfig, pace: StepTimes | None, row_s: float, works: Sequence[RankWork], drift: Drift
+        cls, chunk: int, pace: StepTimes | None, row_s: float, works: Sequence[RankWork], drift: Drift
     ) -> "list[PrefillSpeed]":
-        """Return the speed of each rank, given the present work of all ranks."""
-        chunk, decodes = chunk_of(config), any(work.committed for work in works)
+        """Return the speed of each rank, given the present work of all. A step has at most `chunk` prompt rows."""
+        decodes = any(work.committed for work in works)
         decode_us = [0.0 if pace is None else pace.decoding(work.committed) for work in works]
         first, second = ([*sorted(decode_us, reverse=True), 0.0])[:2]
         return [

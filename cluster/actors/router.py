@@ -26,6 +26,7 @@ from cluster.actors.open_requests import QueueReport
 from cluster.actors.peer_gangs import deployment_samples
 from cluster.actors.prefill_speed import Drift
 from cluster.actors.streams import OpenStream, Recovery, StreamRefusal
+from cluster.config.resolved import ResolvedSettings
 from cluster.observability.logs import first_line
 from cluster.observability.step_times import StepTimes
 from cluster.request import Request, Seeds, SequenceOutput
@@ -68,14 +69,14 @@ class Router:
         with `random_seed` and `replica_rank`, the replica's rank in its deployment. So after a restart the same
         requests in the same order get the same seeds, and no two requests share a seed.
         """
-        config = gang.spec.config
+        resolved = ResolvedSettings.of(gang.spec.config)
         self._on_resumed = on_resumed
         self._gang = gang
         self._streams: dict[str, OpenStream] = {}
-        self._balancer = Balancer.of(config)
+        self._balancer = Balancer.of(resolved)
         self._samples = CoalescedCall(lambda: deployment_samples(gang))
-        self._admission = Admission(config, report=self._report)
-        self._seeds = Seeds(f"{config.random_seed}/{replica_rank}")
+        self._admission = Admission(resolved, report=self._report)
+        self._seeds = Seeds(f"{gang.spec.config.random_seed}/{replica_rank}")
         self._life: Incarnation | None = None  # the incarnation that requests go to; None while they wait
         self._lines: dict[int, CommandQueue] = {}  # by leader
         self._recovery = Recovery()

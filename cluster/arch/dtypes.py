@@ -1,5 +1,7 @@
 """Dtypes of stored weights, and the dtype in which a model computes; without torch."""
 
+from collections.abc import Callable
+
 from cluster.arch.safetensors.header import SIZES
 from cluster.arch.safetensors.tensors import parameters
 from cluster.arch.target import TargetArch
@@ -25,9 +27,14 @@ def computed_in(stored: str, dtype: str, device: str, narrow: bool = False) -> s
     return stored if kept else "float32"
 
 
-def compute_dtype(arch: TargetArch, dtype: str, device: str, in_c: bool = True) -> str:
-    """Return the compute dtype of a target. `in_c`: on a CPU the kernels are in C, which read bfloat16 weights
-    directly.
+def compute_dtype(arch: TargetArch, dtype: str, device: str, in_c: Callable[[], bool] = lambda: True) -> str:
+    """Return the compute dtype of a target. `in_c` returns whether a CPU's kernels are in C, which read bfloat16
+    weights directly; it is called only if the answer depends on it.
     """
-    auto = dtype == "auto" and device == "cpu" and arch.dtype == "bfloat16"
-    return computed_in(arch.dtype, dtype, device, auto and in_c and parameters(arch) >= MANY)
+    narrow = dtype == "auto" and device == "cpu" and arch.dtype == "bfloat16" and parameters(arch) >= MANY and in_c()
+    return computed_in(arch.dtype, dtype, device, narrow)
+
+
+def cache_dtype(setting: str, dtype: str) -> str:
+    """Return what KV caches hold under the setting `kv_cache_dtype`, for models that compute in `dtype`."""
+    return dtype if setting == "auto" else setting

@@ -1,41 +1,49 @@
-"""The models of a run, resolved once from its settings and the headers of its checkpoints.
+"""The facts of an engine, resolved once from its settings, the headers of its checkpoints and its device.
 
 No weights are loaded. Resolving checks that the models fit each other. `check_models`, which `aerie serve` calls before
 it starts any process, also checks that they can be split over the ranks.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
 
 from cluster.arch.draft import DraftSpec, read_draft
 from cluster.arch.draft.sample import Sample, read_sample
+from cluster.arch.dtypes import cache_dtype, compute_dtype
 from cluster.arch.layer import LayerGeometry, Moe, experts_of
 from cluster.arch.read import read_target
 from cluster.arch.safetensors.stored import stored_shapes
 from cluster.arch.safetensors.tensors import check_tensors
 from cluster.arch.target import TargetArch
-from cluster.config import ConfigError, EngineConfig
-from cluster.config.tree_shape import DEFAULT_NUM_STEPS, TreeShape, tree_shape
+from cluster.config import LONGEST_CONTEXT, ConfigError, EngineConfig
+from cluster.config.resolved import ResolvedSettings
+from cluster.config.tree_shape import DEFAULT_NUM_STEPS
+
+FORCED_ROWS = {"cpu": 4, "cuda": 256}
+"""Rows per step for nodes that grammars add, by device: on a GPU they cost almost nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class ResolvedModels:
-    """The target, its draft and the shape of the draft's tree. If `draft` is None, decoding is plain.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedConfig(ResolvedSettings):
+    """All facts that follow from the settings, the checkpoints and the device of an engine, without loading weights.
 
-    `config` holds the settings, completed by values that follow from the draft. `sample` is the recorded output in the
-    draft's folder (`draft_sample.json`), or None if there is no such file.
+    `settings` are completed by values that follow from the draft. `device` is `cpu` or `cuda`. If `draft` is None,
+    decoding is plain. `sample` is the recorded output in the draft's folder (`draft_sample.json`), or None if there is
+    no such file. `dtype` is what models compute in, `kv_cache_dtype` what KV caches hold. `context_length` is the most
+    tokens of one request. A step spends up to `forced_rows` rows of a group on nodes that grammars add. The host runs
+    `steps_ahead` steps ahead of the device: on a CPU none, because it runs a step synchronously.
     """
 
-    config: EngineConfig
+    device: str
     target: TargetArch
     draft: DraftSpec | None
     sample: Sample | None
-    shape: TreeShape
-
-    @property
-    def draft_is_sharded(self) -> bool:
-        """Whether each rank of a gang holds only a part of the draft, as is always so for the target."""
-        return self.config.speculative_draft_parallel == "sharded"
+    dtype: str
+    kv_cache_dtype: str
+    context_length: int
+    forced_rows: int
+    steps_ahead: int
 
     @property
     def experts(self) -> tuple[Moe | None, Moe | None]:
@@ -48,48 +56,75 @@ class ResolvedModels:
         """Length of the draft runner list: one runner that drafts every level, or one per level. 0 without a draft."""
         return 0 if self.draft is None else min(self.draft.runners, max(1, self.shape.num_steps))
 
+    @property
+    def longest_chunk(self) -> int:
+        """The most prompt rows of one step: a request has no more."""
+        return min(self.chunk_rows, self.context_length)
 
-def resolve_models(config: EngineConfig) -> ResolvedModels:
-    """Return the models that the settings name.
+    def smaller(self, requests: int, rows: int) -> Self:
+        """Return the facts for at most `requests` running requests, and `rows` prompt rows in a step."""
+        settings = self.settings.model_copy(update={"max_running_requests": requests, "chunked_prefill_size": rows})
+        return replace(self, settings=settings, chunk_rows=rows, mixed_rows=min(self.mixed_rows, rows))
+
+
+def resolve_models(
+    config: EngineConfig, device: str = "cpu", in_c: Callable[[], bool] = lambda: True
+) -> ResolvedConfig:
+    """Return the facts of an engine with these settings. A rank gives its `device`, and `in_c`, which returns whether
+    the kernels of a CPU are in C. A check before the start knows neither, and needs neither.
 
     Raises:
         ConfigError: a folder holds no model served here, the draft does not fit the target, the draft cannot fill the
             tree, `speculative_algorithm` is not the draft's, or the sample is malformed.
     """
     target, folder = read_target(config.model_path), config.speculative_draft_model_path
-    if folder is None:
-        return ResolvedModels(config, target, None, None, tree_shape(config))
-    overrides, token_map = config.speculative_draft_overrides, config.speculative_token_map
-    draft = read_draft(folder, stored_shapes(folder), target, overrides, token_map)
-    config = _settled(config, draft)
-    shape = tree_shape(config)
-    if shape.topk > draft.draft_vocab_size:
+    draft = sample = None
+    if folder is not None:
+        overrides, token_map = config.speculative_draft_overrides, config.speculative_token_map
+        draft = read_draft(folder, stored_shapes(folder), target, overrides, token_map)
+        config = _settled(config, draft)
+        sample = read_sample(folder, draft.vocab_size, draft.hidden)
+    dtype = compute_dtype(target, config.dtype, device, in_c)
+    rows = config.speculative_forced_rows
+    models = ResolvedConfig.of(
+        config,
+        device=device,
+        target=target,
+        draft=draft,
+        sample=sample,
+        dtype=dtype,
+        kv_cache_dtype=cache_dtype(config.kv_cache_dtype, dtype),
+        context_length=config.context_length or min(target.max_position, LONGEST_CONTEXT),
+        forced_rows=FORCED_ROWS[device] if rows is None else rows,
+        steps_ahead=int(config.overlap and device == "cuda"),
+    )
+    topk, steps = models.shape.topk, models.shape.num_steps
+    if draft is not None and topk > draft.draft_vocab_size:
         raise ConfigError(
-            f"speculative_eagle_topk {shape.topk} is more than the draft's vocabulary of {draft.draft_vocab_size}; "
-            "lower it"
+            f"speculative_eagle_topk {topk} is more than the draft's vocabulary of {draft.draft_vocab_size}; lower it"
         )
-    if 1 < draft.runners < shape.num_steps:
+    if draft is not None and 1 < draft.runners < steps:
         raise ConfigError(
-            f"speculative_num_steps {shape.num_steps} is more than the {draft.runners} MTP layers of {folder!r}, each "
-            f"of which makes one level; lower it to {draft.runners}"
+            f"speculative_num_steps {steps} is more than the {draft.runners} MTP layers of {folder!r}, each of which "
+            f"makes one level; lower it to {draft.runners}"
         )
-    return ResolvedModels(config, target, draft, read_sample(folder, draft.vocab_size, draft.hidden), shape)
+    return models
 
 
-def check_models(config: EngineConfig) -> ResolvedModels:
-    """Return the models that the settings name; heads, MLPs and experts are checked to split over the ranks.
+def check_models(config: EngineConfig, device: str = "cpu", in_c: Callable[[], bool] = lambda: True) -> ResolvedConfig:
+    """Return `resolve_models` of the same arguments; heads, MLPs and experts are checked to split over the ranks.
 
     Raises:
         ConfigError: a check failed; the message names the setting and the remedy.
     """
-    models = resolve_models(config)
+    models = resolve_models(config, device, in_c)
     check_tensors(config.model_path, models.target)
     of_target, of_draft = models.experts
     check_parts(config.ep_size, of_target, of_draft if models.draft_is_sharded else None)
-    _check_split(config, "the target", models.target.layers)
+    _check_split(models, "the target", models.target.layers)
     if models.draft is not None and models.draft_is_sharded:
         hint = ", or set speculative_draft_parallel to replicated"
-        _check_split(config, "the draft", [layer.geometry for layer in models.draft.layers], hint)
+        _check_split(models, "the draft", [layer.geometry for layer in models.draft.layers], hint)
     return models
 
 
@@ -137,8 +172,8 @@ def _settled(config: EngineConfig, draft: DraftSpec) -> EngineConfig:
     return config.model_copy(update=found)
 
 
-def _check_split(config: EngineConfig, name: str, layers: Sequence[LayerGeometry], hint: str = "") -> None:
-    tp, ep, group = config.tp_size, config.ep_size, config.tp_size // config.attn_dp_size
+def _check_split(models: ResolvedConfig, name: str, layers: Sequence[LayerGeometry], hint: str = "") -> None:
+    tp, ep, group = models.settings.tp_size, models.settings.ep_size, models.group_size
     try:
         check_heads(layers[0], group)
     except ConfigError as error:

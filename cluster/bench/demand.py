@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 from cluster.arch import DraftSpec, LayerGeometry
-from cluster.arch.resolve import ResolvedModels
+from cluster.arch.resolve import ResolvedConfig
 from cluster.arch.safetensors.tensors import layer_tensors
 from cluster.bench.ceilings import Ceilings
 
@@ -107,7 +107,7 @@ def matrix_demand(inputs: int, outputs: int, rows: int, itemsize: int, kept: boo
     return Demand(float(read * itemsize), 2.0 * rows * inputs * outputs)
 
 
-def target_demand(models: ResolvedModels, rows: ForwardRows, itemsize: int) -> Demand:
+def target_demand(models: ResolvedConfig, rows: ForwardRows, itemsize: int) -> Demand:
     """Return the demand of one forward of the target, head included."""
     arch, whole = models.target, Demand(float(rows.count * models.target.hidden * itemsize))
     for layer in arch.layers:
@@ -131,7 +131,7 @@ def draft_demand(spec: DraftSpec, rows: ForwardRows, chosen: int, itemsize: int,
     return whole
 
 
-def step_demand(models: ResolvedModels, requests: int, context: float, itemsize: int) -> dict[str, list[Demand]]:
+def step_demand(models: ResolvedConfig, requests: int, context: float, itemsize: int) -> dict[str, list[Demand]]:
     """Return the forwards of each phase of a step in which R requests decode, with trees of the models' shape."""
     shape, spec = models.shape, models.draft
     target = target_demand(models, ForwardRows(requests, shape.num_draft_tokens, context), itemsize)

@@ -3,14 +3,15 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from cluster.arch.resolve import ResolvedModels, resolve_models
+from cluster.arch.resolve import ResolvedConfig, resolve_models
 from cluster.config import EngineConfig
 from cluster.engine import Engine
 from cluster.engine.build import allocated, engine_of, prepare_alone
 from cluster.engine.memory import RankMemory
+from cluster.engine.models import device_facts
 from cluster.spec.draft import Draft
 
-Wrap = Callable[[Draft, ResolvedModels], Draft]
+Wrap = Callable[[Draft, ResolvedConfig], Draft]
 """Maps an engine's draft to the draft to use in its place. Prefix reuse must be off: the state that a multi-layer draft
 keeps outside its pools is not copied with pages if the draft is wrapped."""
 
@@ -34,17 +35,17 @@ class Loaded:
 
     def engine(
         self, config: EngineConfig, wrap: Wrap | None = None, held: Sequence[Sequence[int]] = ()
-    ) -> tuple[Engine, ResolvedModels]:
+    ) -> tuple[Engine, ResolvedConfig]:
         """Return an engine of `config` on these models, and the resolved models. `wrap` replaces the engine's draft.
         The prefix cache initially contains the prompts `held`; their KV cells are random numbers.
 
         Raises:
             ConfigError: as `build_engine`.
         """
-        prepared, resolved = self._prepared, resolve_models(config)
+        prepared = self._prepared
+        resolved = resolve_models(config, *device_facts(config, prepared.device))
         models = replace(prepared.models, resolved=resolved, drafts=prepared.models.drafts[: resolved.runners])
-        where = prepared.mesh, prepared.device, prepared.context_length
-        memory = allocated(models, *where, prepared.device_memory, prepared.weights)
+        memory = allocated(models, prepared.mesh, prepared.device, prepared.device_memory, prepared.weights)
         own = replace(prepared, models=models, memory=memory)
         draft = own.draft()
         engine = engine_of(own, draft if wrap is None else wrap(draft, resolved))

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from cluster.arch import read_draft, read_target
 from cluster.config import ConfigError, EngineConfig
-from cluster.config.tree_shape import tree_shape
+from cluster.config.resolved import ResolvedSettings
 from cluster.models.checkpoint import Checkpoint
 from cluster.paths.checkout import CHECKOUT, DEMO_DRAFT, DEMO_TARGET, demo_path
 from cluster.train.corpus import heldout_prompts
@@ -44,7 +44,7 @@ class TreeChoice:
 def shipped() -> TreeChoice:
     """Return the default tree, which a config has if it names a draft but sets nothing about the tree."""
     config = EngineConfig(model_path="-", speculative_algorithm="EAGLE3", speculative_draft_model_path="-")
-    tree = tree_shape(config)
+    tree = ResolvedSettings.of(config).shape
     return TreeChoice(tree.num_steps, tree.topk, tree.num_draft_tokens if tree.topk > 1 else 0)
 
 

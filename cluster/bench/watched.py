@@ -13,6 +13,7 @@ from cluster.batch import Batch, SamplingBatch
 from cluster.config import EngineConfig
 from cluster.config.tree_shape import TreeShape
 from cluster.engine import Engine
+from cluster.engine.backends import sampler_of
 from cluster.engine.build import engine_of, prepare_alone
 from cluster.models.runner import DraftRunner
 from cluster.models.vocab import ShardedLogits
@@ -126,5 +127,5 @@ def watched_engine(config: EngineConfig, alone: bool = False) -> tuple[Engine, W
     prepared = prepare_alone(config.model_copy(update={"capture": "off"}))  # a replay would not run the recording
     assert prepared.resolved.shape.topk == 1, "only a chain has one context per depth"
     (runner,) = prepared.memory.draft_runner_list
-    draft = WatchedDraft(runner, alone, prepared.sampler)
+    draft = WatchedDraft(runner, alone, sampler_of(prepared.models.kernels))
     return engine_of(prepared, draft), draft

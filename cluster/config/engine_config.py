@@ -307,10 +307,6 @@ class EngineConfig(Settings):
             raise ConfigError(f"{given!r} is not served{why}; set fp8_e4m3, or auto for the dtype of the model")
         return given
 
-    def levels_at(self, decodes: int, deepest: int) -> int:
-        """The tree levels that `speculative_batch_tiers` allows with `decodes` decoding requests, at most `deepest`."""
-        return min([deepest, *(most for count, most in self.speculative_batch_tiers.items() if decodes >= count)])
-
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         if self.speculative_draft_model_path is None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cluster.batch import Batch, HostBounds, PageWrite, PromptBatch, PromptChunk, PromptRows, SamplingMode, StepInput
-from cluster.config.tree_shape import TreeShape
+from cluster.config.resolved import ResolvedSettings
 from cluster.device.staging import Sent, Staging
 from cluster.kv.pool import SlotMemory, cells_of
 from cluster.models.runner import DraftRunner, TargetRunner
@@ -24,12 +24,12 @@ class Assembler:
     def __init__(
         self,
         tables: RequestTables,
-        shape: TreeShape,
+        resolved: ResolvedSettings,
         slots: Ordered[SlotMemory],
         runners: Ordered[TargetRunner | DraftRunner],
         turns: int = 1,
     ) -> None:
-        """`shape` is that of the largest trees. `slots` is all memory that is indexed by slots, for copies of pages.
+        """`slots` is all memory that is indexed by slots, for copies of pages.
         `runners` get the host's bounds before each step. They have `turns` buffer sets, one for each step that may be
         in flight.
         """
@@ -39,8 +39,8 @@ class Assembler:
         self._table, self._sampling, self._adjusting = tables.pages, tables.sampling, tables.adjusting
         self._slots, self._runners = slots, runners
         self._device = self._table.device_pages.device
-        self._window, self._beyond = shape.window, positions_beyond(shape)
-        self._ahead = torch.arange(shape.window + shape.forcing().forced, device=self._device)
+        self._window, self._beyond = resolved.shape.window, resolved.positions_beyond
+        self._ahead = torch.arange(self._window + resolved.forced_shape.forced, device=self._device)
         none = torch.zeros(0, dtype=torch.int64, device=self._device)
         self._no_prompt = PromptBatch(none, none, none, none, none, None, none, none)
 
@@ -126,15 +126,6 @@ class Assembler:
             final_rows=sent["final rows"],
             final_lens=sent["final lens"],
         )
-
-
-def positions_beyond(shape: TreeShape) -> int:
-    """Return how many positions the rows of a step may lie beyond the longest committed length that the host knows.
-
-    The tree comes after the last token, and the host may not have read yet how many tokens the step before accepted. So
-    the depth of a tree counts twice.
-    """
-    return 2 * shape.forcing().num_steps + 3
 
 
 def _stage_writes(writes: Ordered[PageWrite], staging: Staging) -> None:

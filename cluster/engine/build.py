@@ -9,16 +9,16 @@ from pathlib import Path
 import torch
 
 from cluster.arch.hub import fetch, name_of
-from cluster.arch.resolve import ResolvedModels, check_models, resolve_models
-from cluster.config import LONGEST_CONTEXT, ConfigError, EngineConfig
-from cluster.config.tree_shape import tiers
+from cluster.arch.resolve import ResolvedConfig, check_models, resolve_models
+from cluster.config import ConfigError, EngineConfig
+from cluster.config.resolved import tokenizer_folder
 from cluster.device.timing import timer_of
 from cluster.distributed.mesh import Mesh, Rendezvous, Store, join
 from cluster.distributed.watchdog import DeviceWatchdog
 from cluster.dp_attention.coordinator import Coordinator
 from cluster.dp_attention.plan import PlanRule
-from cluster.engine.assembler import Assembler, positions_beyond
-from cluster.engine.backends import TreeBackend, bitmask_of, sampler_of, tree_backend_of
+from cluster.engine.assembler import Assembler
+from cluster.engine.backends import bitmask_of, sampler_of, tree_backend_of
 from cluster.engine.calibrate import measure_pace
 from cluster.engine.captures import Captures, capture_decoding, captures_of
 from cluster.engine.draft_sample import check_sample
@@ -27,7 +27,7 @@ from cluster.engine.grammars import LateMatchers
 from cluster.engine.host_memory import keep_freed
 from cluster.engine.lockstep import Lockstep
 from cluster.engine.memory import RankMemory, allocate
-from cluster.engine.models import RankModels, kernels_of, load_models
+from cluster.engine.models import RankModels, device_facts, kernels_of, load_models
 from cluster.engine.one_shot_setting import refuse_summing, sum_in_one_shot
 from cluster.engine.programs import Programs
 from cluster.engine.rank_agreement import same_everywhere
@@ -43,7 +43,6 @@ from cluster.sampling.grammars import GrammarTable
 from cluster.sampling.logits_processor import LogitsTables
 from cluster.sampling.parameters import SamplingTable
 from cluster.sampling.penalties import PenaltyTable
-from cluster.sampling.torch_sampler import Sampler
 from cluster.spec.draft import Draft, EagleDraft, NoDraft
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.multilayer import MultiLayerDraft
@@ -55,48 +54,36 @@ from cluster.tokenizer.tokenizer import TextTokenizer
 logger = logging.getLogger(__name__)
 
 GPU_WASTE = 0.5  # largest share of idle rows with which a GPU pads instead of sending exact counts
-GPU_FORCED_ROWS, CPU_FORCED_ROWS = 256, 4  # rows per step for forced nodes of grammars; they cost almost nothing
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
-    """The parts from which an engine is assembled. `context_length` is the most tokens of one request. On a device with
-    memory of its own (`device_memory` is not None), `weights` are the bytes of the models.
+    """The parts from which an engine is assembled. On a device with memory of its own (`device_memory` is not None),
+    `weights` are the bytes of the models.
     """
 
     mesh: Mesh
     device: torch.device
-    context_length: int
     models: RankModels
     memory: RankMemory
     device_memory: DeviceMemory | None = None
     weights: int = 0
 
     @property
-    def resolved(self) -> ResolvedModels:
-        """The specs of the models and the resolved settings."""
+    def resolved(self) -> ResolvedConfig:
+        """The facts that follow from settings, checkpoints and device."""
         return self.models.resolved
-
-    @property
-    def sampler(self) -> Sampler:
-        """The sampler, with the same kernels as the models."""
-        return sampler_of(self.models.kernels)
-
-    @property
-    def trees(self) -> TreeBackend:
-        """The functions that grow and accept trees, with the same kernels."""
-        return tree_backend_of(self.models.kernels)
 
     def draft(self) -> Draft:
         """Return the draft over `draft_runner_list`: one runner for all levels, one per level, or no draft at all."""
         runners, topk = self.memory.draft_runner_list, self.resolved.shape.topk
         if not runners:
             return NoDraft()
-        model = runners[0].model
-        ranking = CoupledRanking(model.target_ids, topk, model.own_ids, self.sampler)
+        model, sprout = runners[0].model, tree_backend_of(self.models.kernels).sprout
+        ranking = CoupledRanking(model.target_ids, topk, model.own_ids, sampler_of(self.models.kernels))
         if len(runners) == 1:
-            return EagleDraft(runners[0], ranking, self.trees.sprout)
-        return MultiLayerDraft(runners, ranking, self.memory.cache.table, self.trees.sprout)
+            return EagleDraft(runners[0], ranking, sprout)
+        return MultiLayerDraft(runners, ranking, self.memory.cache.table, sprout)
 
 
 def build_engine(config: EngineConfig) -> Engine:
@@ -121,7 +108,7 @@ def prepare_alone(config: EngineConfig, memory: DeviceMemory | None = None) -> E
         raise ConfigError(f"tp_size {ranks} needs {ranks} processes, and this is one; leave it out, or use aerie serve")
     device = _device(config)
     refuse_summing(config, device)
-    return prepare(resolve_models(fetch(config)), Mesh(), device, memory)
+    return prepare(resolve_models(fetch(config), *device_facts(config, device)), Mesh(), device, memory)
 
 
 def engine_of(prepared: EnginePlan, draft: Draft) -> Engine:
@@ -151,7 +138,7 @@ def build_rank(config: EngineConfig, rank: int, rendezvous: Rendezvous | None, s
         torch.cuda.set_device(device)
     refuse_summing(config, device)
     config = fetch(config)
-    resolved = check_models(config)
+    resolved = check_models(config, *device_facts(config, device))
     mesh = join(rank, config.tp_size, config.attn_dp_size, rendezvous, device, store)
     sum_in_one_shot(config, mesh, device)
     prepared = prepare(resolved, mesh, device)
@@ -159,7 +146,7 @@ def build_rank(config: EngineConfig, rank: int, rendezvous: Rendezvous | None, s
 
 
 def prepare(
-    resolved: ResolvedModels, mesh: Mesh, device: torch.device, memory: DeviceMemory | None = None
+    resolved: ResolvedConfig, mesh: Mesh, device: torch.device, memory: DeviceMemory | None = None
 ) -> EnginePlan:
     """Load the models of one rank and allocate its memory, together with its peers.
 
@@ -168,9 +155,9 @@ def prepare(
     """
     kernels = kernels_of(resolved, device)
     same_everywhere(resolved, kernels, mesh)
-    _host(resolved.config, device)
-    context_length = _context_length(resolved.config, resolved.target.max_position)
-    deepest = context_length + positions_beyond(resolved.shape)
+    _host(resolved.settings, device)
+    _warn_of_context(resolved)
+    deepest = resolved.context_length + resolved.positions_beyond
     memory = memory_of(device) if memory is None else memory
     if memory is None:
         models, weights = load_models(resolved, mesh, device, kernels, deepest), 0
@@ -178,17 +165,12 @@ def prepare(
         remedy, before = "raise tp_size, or serve a quantised checkpoint", memory.free()
         models = fitting(lambda: load_models(resolved, mesh, device, kernels, deepest), memory, "the weights", remedy)
         weights = max(0, before - memory.free())  # other processes may have freed memory meanwhile
-    pools = allocated(models, mesh, device, context_length, memory, weights)
-    return EnginePlan(mesh, device, context_length, models, pools, memory, weights)
+    pools = allocated(models, mesh, device, memory, weights)
+    return EnginePlan(mesh, device, models, pools, memory, weights)
 
 
 def allocated(
-    models: RankModels,
-    mesh: Mesh,
-    device: torch.device,
-    context_length: int,
-    memory: DeviceMemory | None,
-    weights: int,
+    models: RankModels, mesh: Mesh, device: torch.device, memory: DeviceMemory | None, weights: int
 ) -> RankMemory:
     """Allocate the memory of a rank besides its models, which take `weights` bytes. On a device with memory of its own,
     KV caches get the memory that weights and the largest steps leave; the steps are measured.
@@ -197,15 +179,15 @@ def allocated(
         ConfigError: something does not fit; the message says what to lower.
     """
     if memory is None:
-        return allocate(models, mesh, device, context_length)
+        return allocate(models, mesh, device)
 
     def trial(models: RankModels, pools: RankMemory) -> Lockstep:
-        prepared = EnginePlan(mesh, device, context_length, models, pools)
-        return _lockstep(prepared, prepared.draft(), captures_of(models.resolved.config, device, models, mesh))
+        prepared = EnginePlan(mesh, device, models, pools)
+        return _lockstep(prepared, prepared.draft(), captures_of(models.resolved.settings, device, models, mesh))
 
-    needs = measured_needs(models, mesh, device, context_length, memory, weights, trial)
+    needs = measured_needs(models, mesh, device, memory, weights, trial)
     remedy = f"lower {SMALLER_KV}"
-    return fitting(lambda: allocate(models, mesh, device, context_length, needs), memory, "KV caches", remedy)
+    return fitting(lambda: allocate(models, mesh, device, needs), memory, "KV caches", remedy)
 
 
 def assemble(prepared: EnginePlan, draft: Draft) -> Rank:
@@ -216,27 +198,29 @@ def assemble(prepared: EnginePlan, draft: Draft) -> Rank:
         ConfigError: the draft does not reproduce the sample in its folder.
     """
     mesh, memory, resolved = prepared.mesh, prepared.memory, prepared.resolved
-    captures = captures_of(resolved.config, prepared.device, prepared.models, mesh)
+    config = resolved.settings
+    captures = captures_of(config, prepared.device, prepared.models, mesh)
     lockstep = _lockstep(prepared, draft, captures)
-    _check_sample(prepared, lockstep)
+    if memory.draft_runner_list:
+        check_sample(resolved, lockstep, memory.cache)
     own, taken = prepared.device_memory, 0
     if own is not None:
-        taken = rehearsed(lockstep, resolved.config, prepared.context_length, own, memory.cache.table)
-    pace = _pace(prepared, lockstep)
+        taken = rehearsed(lockstep, resolved, own, memory.cache.table)
+    pace = measure_pace(lockstep, memory.cache, resolved) if resolved.paced else None
     captured = None
     if captures is not None:
-        capture = partial(capture_decoding, lockstep, resolved.config, captures.buckets)
+        capture = partial(capture_decoding, lockstep, resolved, captures.buckets)
         captured = capture() if own is None else beside(taken, capture, mesh, own)  # must leave `taken` bytes free
     memory.watch.take()  # drop the forward times of the steps so far
-    lockstep.watch.serve(resolved.config.watchdog_timeout_s)
-    name = name_of(resolved.config.model_path) or "model"
-    metrics = EngineMetrics(model_name=name, rank=mesh.rank, depths=resolved.shape.forcing().num_steps)
+    lockstep.watch.serve(config.watchdog_timeout_s)
+    name = name_of(config.model_path) or "model"
+    metrics = EngineMetrics(model_name=name, rank=mesh.rank, depths=resolved.forced_shape.num_steps)
     info = _info(prepared, pace, captured)
     logger.info("rank %d: computes in %s; kernels in %s", mesh.rank, info.dtype, info.kernels)
     for line in info.attention:
         logger.info("rank %d: attention of the %s", mesh.rank, line)
     for doubt in info.draft.doubts if info.draft is not None and mesh.rank == 0 else ():
-        logger.warning("draft %s: %s", resolved.config.speculative_draft_model_path, doubt)
+        logger.warning("draft %s: %s", config.speculative_draft_model_path, doubt)
     kept = mesh.rank, info.kv_tokens, info.kv_cache_dtype, info.kv_bytes_per_token, info.kv_sized_by
     logger.info("rank %d: KV cache of %d tokens in %s, %d bytes a token (%s)", *kept)
     loop = StepLoop(lockstep, metrics, info)
@@ -244,15 +228,12 @@ def assemble(prepared: EnginePlan, draft: Draft) -> Rank:
         return loop
     return Engine(
         EngineParts(
-            config=resolved.config,
-            arch=resolved.target,
-            shape=resolved.shape,
-            context_length=prepared.context_length,
+            resolved=resolved,
             cache=memory.cache,
-            scheduler=Scheduler(resolved.config, memory.cache, resolved.shape.window, pace),
+            scheduler=Scheduler(resolved, memory.cache, resolved.shape.window, pace),
             loop=loop,
             forwards=memory.watch,
-            tokenizer=_tokenizer(resolved.config),
+            tokenizer=_tokenizer(config),
         )
     )
 
@@ -260,60 +241,45 @@ def assemble(prepared: EnginePlan, draft: Draft) -> Rank:
 def _lockstep(prepared: EnginePlan, draft: Draft, captures: Captures | None) -> Lockstep:
     """Return the `Lockstep` of this rank: the step, its coordinator and exchange, and the tables that it reads."""
     mesh, device, models, memory = prepared.mesh, prepared.device, prepared.models, prepared.memory
-    config, shape, dtype = prepared.resolved.config, prepared.resolved.shape, models.dtype
-    rows, shapes = config.max_running_requests + 1, tiers(shape)  # the last row is that of idle requests
-    carried = EagleDraftInput.create_idle_input(prepared.resolved.draft, shape.topk, dtype, device, rows)
+    resolved, config, dtype = models.resolved, models.resolved.settings, models.dtype
+    rows = config.max_running_requests + 1  # the last row is that of idle requests
+    carried = EagleDraftInput.create_idle_input(resolved.draft, resolved.shape.topk, dtype, device, rows)
     runners: list[TargetRunner | DraftRunner] = [memory.target_runner, *memory.draft_runner_list]
     slots: list[SlotMemory] = [runner.pool for runner in runners]
     if isinstance(draft, MultiLayerDraft):
         slots.append(draft)
     buckets = None if captures is None else captures.buckets
-    target = prepared.resolved.target
-    vocab, turns = target.vocab_size, 1 if models.kernels.flashinfer is None else 2
-    matchers = LateMatchers(config.tokenizer_path or config.model_path, vocab, target.eos_token_ids)
-    grammars = GrammarTable(vocab, matchers, bitmask_of(models.kernels))
+    target, kernels = resolved.target, models.kernels
+    vocab, turns = target.vocab_size, 1 if kernels.flashinfer is None else 2
+    matchers = LateMatchers(tokenizer_folder(config), vocab, target.eos_token_ids)
+    grammars = GrammarTable(vocab, matchers, bitmask_of(kernels))
     adjusting = LogitsTables(PenaltyTable(rows, vocab, dtype, device), grammars)
     tables = RequestTables(memory.cache.table, SamplingTable(rows, dtype, device), adjusting, carried)
-    gpu, forced_rows = device.type == "cuda", config.speculative_forced_rows
-    forced_rows = (GPU_FORCED_ROWS if gpu else CPU_FORCED_ROWS) if forced_rows is None else forced_rows
-    apart = config.ep_size > 1
-    rule = PlanRule(mesh.attn.size, config.dp_padding, GPU_WASTE if gpu else 0.0, buckets, forced_rows, apart)
+    waste, apart = GPU_WASTE if resolved.device == "cuda" else 0.0, config.ep_size > 1
+    rule = PlanRule(mesh.attn.size, config.dp_padding, waste, buckets, resolved.forced_rows, apart)
     return Lockstep(
         mesh=mesh,
-        coordinator=Coordinator(mesh, rule, shapes, *models.ops),
+        coordinator=Coordinator(mesh, rule, resolved.tiers, *models.ops),
         exchange=models.exchange,
         programs=Programs(
-            Assembler(tables, shape, slots, runners, turns),
-            Step(memory.target_runner, draft, tables, mesh.enter, prepared.sampler, prepared.trees.accept),
+            Assembler(tables, resolved, slots, runners, turns),
+            Step(
+                memory.target_runner,
+                draft,
+                tables,
+                mesh.enter,
+                sampler_of(kernels),
+                tree_backend_of(kernels).accept,
+            ),
             models.exchange,
             mesh.world.clock,
             None if captures is None else captures.capture,
         ),
-        shapes=shapes,
+        shapes=resolved.tiers,
         watch=DeviceWatchdog(mesh, timer_of(device)),
-        lag=_lag(config, device),
+        lag=resolved.steps_ahead,
         debug=config.debug_lockstep,
     )
-
-
-def _lag(config: EngineConfig, device: torch.device) -> int:
-    """How many steps the host runs ahead of the device: on a CPU none, because it runs a step synchronously."""
-    return int(config.overlap and device.type == "cuda")
-
-
-def _check_sample(prepared: EnginePlan, lockstep: Lockstep) -> None:
-    sample, config = prepared.resolved.sample, prepared.resolved.config
-    if sample is not None and prepared.memory.draft_runner_list:
-        check_sample(sample, config, lockstep, prepared.memory.cache, prepared.context_length)
-
-
-def _pace(prepared: EnginePlan, lockstep: Lockstep) -> StepTimes | None:
-    """Return the measured pace (`StepTimes`); None if `mixed_prefill_size` is set."""
-    config = prepared.resolved.config
-    if config.mixed_prefill_size is not None:
-        return None
-    vocab_size = prepared.resolved.target.vocab_size
-    return measure_pace(lockstep, prepared.memory.cache, config, prepared.context_length, vocab_size)
 
 
 def _device(config: EngineConfig) -> torch.device:
@@ -333,21 +299,20 @@ def _host(config: EngineConfig, device: torch.device) -> None:
         torch.set_num_threads(config.num_threads or max(1, (os.cpu_count() or 1) // config.tp_size))
 
 
-def _context_length(config: EngineConfig, most: int) -> int:
-    """Return the most tokens of a request: `context_length` if set, even beyond the target's `most`; else `most`."""
-    if config.context_length is not None and config.context_length > most:
+def _warn_of_context(resolved: ResolvedConfig) -> None:
+    """Warn of a `context_length` beyond what the target's config promises."""
+    if resolved.context_length > (most := resolved.target.max_position):
         logger.warning(
             "context_length %d is beyond the %d tokens that the target's config promises (max_position_embeddings, "
             "stretched by its rope scaling); it is served as set, and texts beyond %d may be poor",
-            config.context_length,
+            resolved.context_length,
             most,
             most,
         )
-    return config.context_length or min(most, LONGEST_CONTEXT)
 
 
 def _tokenizer(config: EngineConfig) -> TextTokenizer | None:
-    folder = config.tokenizer_path or config.model_path
+    folder = tokenizer_folder(config)
     if config.tokenizer_path is None and not (Path(folder) / "tokenizer.json").is_file():
         return None
     return TextTokenizer.load(folder)
@@ -355,15 +320,15 @@ def _tokenizer(config: EngineConfig) -> TextTokenizer | None:
 
 def _info(prepared: EnginePlan, pace: StepTimes | None, captured: CaptureInfo | None) -> RankInfo:
     resolved, memory, mesh = prepared.resolved, prepared.memory, prepared.mesh
-    config, shape, pages = resolved.config, resolved.shape, memory.cache.total
-    tokens, kept = pages * config.page_size, str(prepared.models.dtype).removeprefix("torch.")
+    config, shape, pages = resolved.settings, resolved.shape, memory.cache.total
+    tokens = pages * config.page_size
     return RankInfo(
         config=config,
         rank=mesh.rank,
         dp_rank=mesh.dp_rank,
-        dtype=kept,
+        dtype=resolved.dtype,
         device=str(prepared.device),
-        context_length=prepared.context_length,
+        context_length=resolved.context_length,
         vocab_size=resolved.target.vocab_size,
         eos_token_ids=tuple(resolved.target.eos_token_ids),
         attention_backend=prepared.models.kernels.name,
@@ -371,7 +336,7 @@ def _info(prepared: EnginePlan, pace: StepTimes | None, captured: CaptureInfo | 
         attention=prepared.models.attention,
         quantised=prepared.models.quantised,
         experts=prepared.models.experts,
-        steps_ahead=_lag(config, prepared.device),
+        steps_ahead=resolved.steps_ahead,
         captured=captured,
         num_threads=torch.get_num_threads(),
         speculative_num_steps=shape.num_steps,
@@ -382,10 +347,10 @@ def _info(prepared: EnginePlan, pace: StepTimes | None, captured: CaptureInfo | 
         page_size=config.page_size,
         kv_pages=pages,
         kv_tokens=tokens,
-        kv_cache_dtype=kept if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+        kv_cache_dtype=resolved.kv_cache_dtype,
         kv_bytes_per_token=prepared.models.token_bytes,
         kv_gb=round(tokens * prepared.models.token_bytes / 1e9, 3),
         kv_sized_by=memory.capacity.sized_by,
-        max_request_tokens=min(prepared.context_length, tokens - shape.forcing().window),
+        max_request_tokens=min(resolved.context_length, tokens - resolved.forced_shape.window),
         step_costs=None if pace is None else pace.costs(),
     )

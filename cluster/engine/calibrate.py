@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
+from cluster.arch.resolve import ResolvedConfig
 from cluster.batch import DecodeRequest, PromptChunk, RowSampling, StepInput
-from cluster.config import EngineConfig
 from cluster.engine.lockstep import Lockstep
 from cluster.kv.cache import KVCache, Lease
 from cluster.observability.step_times import Curve, StepTimes
@@ -48,15 +48,15 @@ class StepLimits(NamedTuple):
     tokens: int
 
 
-def measure_pace(lockstep: Lockstep, cache: KVCache, config: EngineConfig, context: int, vocab_size: int) -> StepTimes:
+def measure_pace(lockstep: Lockstep, cache: KVCache, resolved: ResolvedConfig) -> StepTimes:
     """Return the pace of this gang, the same on every rank. All ranks must call this, with an empty cache."""
-    shape = lockstep.shapes[-1]
-    length = min(context, cache.total * cache.page_size - shape.window)
-    budget = config.chunked_prefill_size if config.chunked_prefill_size > 0 else MOST_ROWS
-    limits = StepLimits(config.max_running_requests, max(1, min(budget, MOST_ROWS, length // 2)), length)
+    config, shape = resolved.settings, resolved.shape
+    length = min(resolved.context_length, cache.total * cache.page_size - shape.window)
+    most_rows = max(1, min(resolved.chunk_rows, MOST_ROWS, length // 2))
+    limits = StepLimits(config.max_running_requests, most_rows, length)
     length = min(length, DEEP + limits.rows)
-    tokens = tuple(STRIDE * index % vocab_size for index in range(length + 1))
-    trial = _Trial(lockstep, config, tokens)
+    tokens = tuple(STRIDE * index % resolved.target.vocab_size for index in range(length + 1))
+    trial = _Trial(lockstep, resolved, tokens)
     if lockstep.mesh.leads:
         lease = cache.open(tokens, length + shape.window)
         assert lease is not None, "an empty cache holds a request"
@@ -81,7 +81,7 @@ class _Trial:
     """
 
     lockstep: Lockstep
-    config: EngineConfig
+    resolved: ResolvedConfig
     tokens: tuple[int, ...]
     lease: Lease | None = None
     spent: float = 0.0
@@ -114,7 +114,7 @@ class _Trial:
 
     def run(self, load: TrialLoad) -> float:
         """Run a step with this load; returns the seconds that it took on this rank."""
-        order, deepest = StepInput(), len(self.lockstep.shapes) - 1
+        order = StepInput()
         if self.lease is not None:
             order, self._first = self._first, StepInput()
             at = (self.lease.row, load.committed)
@@ -124,7 +124,7 @@ class _Trial:
                 chunk = PromptChunk(self.lease.row, load.start, stop, False, self.tokens[load.start : stop + 1])
                 order = order._replace(chunks=(chunk,))
         began = time.perf_counter()
-        ran = self.lockstep.run(order, int(self.lease is not None), self.config.levels_at(load.decodes, deepest))
+        ran = self.lockstep.run(order, int(self.lease is not None), self.resolved.levels_at(load.decodes))
         if ran.output is not None:
             self.lockstep.read(ran)
         return time.perf_counter() - began

@@ -8,12 +8,12 @@ from functools import partial
 
 import torch
 
+from cluster.arch.resolve import ResolvedConfig
 from cluster.batch import DecodeRequest, SamplingMode, StepInput
 from cluster.capture.buffers import Buffers
 from cluster.capture.cuda_graph import CudaSegments, Graph
 from cluster.capture.tape import Tape
 from cluster.config import ConfigError, EngineConfig
-from cluster.config.tree_shape import TreeShape
 from cluster.distributed.mesh import Mesh
 from cluster.dp_attention.sizes import MOST_ROWS, Buckets, Sizes, multiples, sizes_up_to
 from cluster.engine.lockstep import Lockstep
@@ -136,22 +136,22 @@ class Decoding:
     mode: SamplingMode
 
 
-def decoding_steps(config: EngineConfig, deepest: TreeShape, buckets: Buckets) -> Iterator[Decoding]:
+def decoding_steps(resolved: ResolvedConfig, buckets: Buckets) -> Iterator[Decoding]:
     """Yield one step for each program that decoding can need if all groups have the same load, for the common `MODES`.
     The largest steps come first, so that on a GPU the programs of smaller steps fit into their memory.
     """
     for span in reversed(buckets.spans()):
-        if Sizes(span.stop - 1, 0, 0).rows(deepest.num_draft_tokens) > MOST_ROWS:
+        if Sizes(span.stop - 1, 0, 0).rows(resolved.shape.num_draft_tokens) > MOST_ROWS:
             continue
-        numbers = range(span.start, min(span.stop, config.max_running_requests + 1))
-        tiers = {config.levels_at(number, deepest.num_steps) for number in numbers}
+        numbers = range(span.start, min(span.stop, resolved.settings.max_running_requests + 1))
+        tiers = {resolved.levels_at(number) for number in numbers}
         yield from (Decoding(span.stop - 1, tier, mode) for tier in sorted(tiers, reverse=True) for mode in MODES)
 
 
-def capture_decoding(lockstep: Lockstep, config: EngineConfig, buckets: Buckets) -> CaptureInfo:
+def capture_decoding(lockstep: Lockstep, resolved: ResolvedConfig, buckets: Buckets) -> CaptureInfo:
     """Capture all `decoding_steps` with idle requests, before the first request; all ranks must call this."""
     began, programs = time.perf_counter(), lockstep.programs
-    for step in decoding_steps(config, lockstep.shapes[-1], buckets):
+    for step in decoding_steps(resolved, buckets):
         order = StepInput(decodes=(DecodeRequest(programs.assembler.idle_row, 0),) * step.requests, mode=step.mode)
         for _ in range(2 * programs.assembler.turns):  # per turn: an eager first run, then the run that is captured
             ran = lockstep.run(order if lockstep.mesh.leads else StepInput(), 0, step.num_steps)

@@ -12,8 +12,7 @@
 
 from collections import deque
 
-from cluster.config import EngineConfig
-from cluster.config.tree_shape import tree_shape
+from cluster.config.resolved import ResolvedSettings
 from cluster.engine.request_state import RequestState
 from cluster.engine.schedule import Schedule
 from cluster.kv.cache import KVCache
@@ -22,12 +21,11 @@ from cluster.kv.cache import KVCache
 class DecodeScheduler:
     """The running requests of one rank, in order of admission. Retracted requests go to `waiting`."""
 
-    def __init__(self, config: EngineConfig, cache: KVCache, window: int, waiting: deque[RequestState]) -> None:
+    def __init__(self, resolved: ResolvedSettings, cache: KVCache, window: int, waiting: deque[RequestState]) -> None:
         """`window` is W, the slots beyond its committed tokens that a decoding request may write in a step."""
         self.running: list[RequestState] = []
-        self.waiting, self._config, self._cache, self._window = waiting, config, cache, window
-        shape = tree_shape(config)
-        self._deepest, self._shape = shape.num_steps, shape.forcing()
+        self.waiting, self._resolved, self._cache, self._window = waiting, resolved, cache, window
+        self._shape = resolved.forced_shape
 
     def schedule(self, schedule: Schedule) -> None:
         """Add the requests that decode to `schedule`, with pages for their windows."""
@@ -41,7 +39,7 @@ class DecodeScheduler:
                 break
             self._retract(self.running[-1])
             schedule.retracted += 1
-        schedule.num_steps = self._config.levels_at(len(schedule.decodes), self._deepest)
+        schedule.num_steps = self._resolved.levels_at(len(schedule.decodes))
 
     def publish(self) -> None:
         """Put all pages that the last step completed into the radix tree, where other requests find them."""

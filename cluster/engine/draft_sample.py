@@ -9,9 +9,10 @@ import math
 
 import torch
 
-from cluster.arch.draft.sample import FILE, Sample
+from cluster.arch.draft.sample import FILE
+from cluster.arch.resolve import ResolvedConfig
 from cluster.batch import PromptChunk, RowSampling, StepInput
-from cluster.config import ConfigError, EngineConfig
+from cluster.config import ConfigError
 from cluster.engine.lockstep import Lockstep
 from cluster.kv.cache import KVCache
 from cluster.spec.inputs import EagleDraftInput
@@ -47,24 +48,27 @@ def take_sample(tokens: tuple[int, ...], lockstep: Lockstep, cache: KVCache) -> 
     return lockstep.step.carried.take(row)
 
 
-def check_sample(sample: Sample, config: EngineConfig, lockstep: Lockstep, cache: KVCache, context: int) -> None:
-    """Raise if a draft does not reproduce its sample. Skip the check if the sample exceeds `context` or the cache.
+def check_sample(resolved: ResolvedConfig, lockstep: Lockstep, cache: KVCache) -> None:
+    """Raise if a draft does not reproduce its sample. Skip the check if there is none, or if it exceeds the context
+    length or the cache.
 
     With a token map from a file the draft has fewer tokens and other probabilities, so only hidden states are compared.
 
     Raises:
         ConfigError: the message says how far off the draft is, and what may be wrong.
     """
-    folder, mapped = config.speculative_draft_model_path, config.speculative_token_map is not None
-    count, window = len(sample.tokens), lockstep.shapes[-1].window
-    if count > context or count + window > cache.total * cache.page_size:
+    sample, folder = resolved.sample, resolved.settings.speculative_draft_model_path
+    if sample is None:
+        return
+    count, mapped = len(sample.tokens), resolved.settings.speculative_token_map is not None
+    if count > resolved.context_length or count + resolved.shape.window > cache.total * cache.page_size:
         logger.warning("%s of %r is not checked: its %d tokens do not fit", FILE, folder, count)
         return
     given = take_sample(sample.tokens, lockstep, cache)
     if given is None:
         return
     wanted, most = torch.tensor(sample.hidden, dtype=torch.float64), TOLERANCE[given.hidden.dtype]
-    if config.kv_cache_dtype == "fp8_e4m3":
+    if resolved.fp8_cache:
         most = max(most, FP8_CACHE)
     hidden = float((given.hidden[0].double().cpu() - wanted).norm() / wanted.norm())
     probability = 0.0

@@ -8,9 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cluster.arch import TargetArch
-from cluster.config import EngineConfig
-from cluster.config.tree_shape import TreeShape
+from cluster.arch.resolve import ResolvedConfig
 from cluster.device.timing import Spans
 from cluster.engine.committer import Committer
 from cluster.engine.draft_sample import take_sample
@@ -32,10 +30,7 @@ from cluster.tokenizer.tokenizer import TextTokenizer
 class EngineParts:
     """The parts of an `Engine`; `cluster.engine.build` makes them. `forwards` collects the spans of model forwards."""
 
-    config: EngineConfig
-    arch: TargetArch
-    shape: TreeShape
-    context_length: int
+    resolved: ResolvedConfig
     cache: KVCache
     scheduler: Scheduler
     loop: StepLoop
@@ -53,11 +48,11 @@ class Engine:
 
     def __init__(self, parts: EngineParts) -> None:
         loop = parts.loop
-        self.config, self.tokenizer, self.metrics = parts.config, parts.tokenizer, loop.metrics
+        self.config, self.tokenizer, self.metrics = parts.resolved.settings, parts.tokenizer, loop.metrics
         self._p, self._loop, self.lockstep = parts, loop, loop.lockstep
         self._sequences: dict[str, RequestState] = {}
         self._committer = Committer(self._sequences, parts.scheduler, loop)
-        self._seeds = Seeds(parts.config.random_seed)
+        self._seeds = Seeds(self.config.random_seed)
         self._over: list[SequenceOutput] = []  # outputs of requests that ended at once in `submit`
         # By the last plan: the largest `decode_us` of other groups, and how many other groups ran prompt rows.
         self._busiest = self._prefilling = self._submitted = 0
@@ -105,18 +100,19 @@ class Engine:
         prompt = len(request.prompt_token_ids) - request.resumed_tokens
         if prompt < 1:
             raise ValueError("prompt must hold at least one token")
-        bad = [t for t in request.prompt_token_ids if not 0 <= t < p.arch.vocab_size]
+        vocab_size, context_length = p.resolved.target.vocab_size, p.resolved.context_length
+        bad = [t for t in request.prompt_token_ids if not 0 <= t < vocab_size]
         if bad:
-            raise ValueError(f"prompt holds token id {bad[0]}, outside the vocabulary of {p.arch.vocab_size}")
+            raise ValueError(f"prompt holds token id {bad[0]}, outside the vocabulary of {vocab_size}")
         named = () if params.adjustments is None else params.adjustments.token_ids()
-        if (other := next((t for t in named if not 0 <= t < p.arch.vocab_size), None)) is not None:
-            raise ValueError(f"adjustments name token id {other}, outside the vocabulary of {p.arch.vocab_size}")
-        if prompt + params.max_tokens > p.context_length:
+        if (other := next((t for t in named if not 0 <= t < vocab_size), None)) is not None:
+            raise ValueError(f"adjustments name token id {other}, outside the vocabulary of {vocab_size}")
+        if prompt + params.max_tokens > context_length:
             raise ValueError(
                 f"prompt of {prompt} tokens plus max_tokens {params.max_tokens} exceeds the context length of "
-                f"{p.context_length} tokens; shorten the prompt or lower max_tokens"
+                f"{context_length} tokens; shorten the prompt or lower max_tokens"
             )
-        shape = p.shape if params.grammar is None else p.shape.forcing()
+        shape = p.resolved.shape if params.grammar is None else p.resolved.forced_shape
         # The window counts too: a step may write W slots beyond the last committed token.
         if p.cache.pages_for(prompt + params.max_tokens + shape.window) > p.cache.total:
             raise ValueError(
@@ -138,7 +134,8 @@ class Engine:
             raise ValueError(f"request_id {request.request_id!r} is in use")
         p, params, ids = self._p, request.params, request.prompt_token_ids
         prompt_len = len(ids) - request.resumed_tokens
-        finish = FinishCheck(params, p.arch.eos_token_ids, p.arch.vocab_size, p.tokenizer, ids[:prompt_len])
+        target = p.resolved.target
+        finish = FinishCheck(params, target.eos_token_ids, target.vocab_size, p.tokenizer, ids[:prompt_len])
         if request.resumed_tokens:  # the output that the client has may already end the request
             cut = finish.cut(ids[prompt_len:], params.max_tokens)
             if cut.reason is not None:
@@ -146,7 +143,7 @@ class Engine:
                 RequestTimes().finish(self.metrics, cut.reason)
                 return
         request = self._seeds.fill(request)
-        shape = p.shape if params.grammar is None else p.shape.forcing()
+        shape = p.resolved.shape if params.grammar is None else p.resolved.forced_shape
         sequence = RequestState(request, finish, list(ids), prompt_len, [0] * (shape.num_steps + 1))
         self._sequences[request.request_id] = sequence
         p.scheduler.waiting.append(sequence)

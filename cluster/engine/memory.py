@@ -26,32 +26,27 @@ class RankMemory:
     watch: Spans
 
 
-def allocate(
-    models: RankModels, mesh: Mesh, device: torch.device, context_length: int, needs: Needs | None = None
-) -> RankMemory:
+def allocate(models: RankModels, mesh: Mesh, device: torch.device, needs: Needs | None = None) -> RankMemory:
     """Allocate pools in the memory that is left after all models are loaded, of the same size on all ranks. `needs` are
     the measured needs of a device with memory of its own; on a CPU they are None.
 
     Raises:
         ConfigError: not even a short request would fit, or the device has less memory than the settings ask for.
     """
-    config, window = models.resolved.config, models.resolved.shape.window
-    capacity = kv_capacity(config, mesh, device, models.token_bytes, context_length, window, needs)
-    return allocate_pages(models, device, context_length, page_count(config, capacity, window), capacity)
+    capacity = kv_capacity(models.resolved, mesh, models.token_bytes, needs)
+    return allocate_pages(models, device, page_count(models.resolved, capacity), capacity)
 
 
-def allocate_pages(
-    models: RankModels, device: torch.device, context_length: int, pages: int, capacity: Capacity
-) -> RankMemory:
+def allocate_pages(models: RankModels, device: torch.device, pages: int, capacity: Capacity) -> RankMemory:
     """Allocate pools of `pages` pages and the sink page; `capacity` says what determined their size."""
     resolved, watch = models.resolved, Spans(timer_of(device))
-    config, window, spec = resolved.config, resolved.shape.window, resolved.draft
-    longest = context_length + resolved.shape.forcing().window
+    config, spec = resolved.settings, resolved.draft
+    longest = resolved.context_length + resolved.forced_shape.window
     table = PageTable(config.max_running_requests, longest, config.page_size, device)
     cache = KVCache(pages, table, radix=not config.disable_radix_cache)
     slots = (pages + 1) * config.page_size
-    gather = Gather(table, window)
-    shared = slots, models.dtype, gather, models.kernels, models.fp8_cache
+    gather = Gather(table, resolved.shape.window)
+    shared = slots, models.dtype, gather, models.kernels, resolved.fp8_cache
     first, *others = [bind_attention(layers, *shared) for layers in models.layers]
     boundaries = spec.aux_boundaries if spec is not None and spec.use_aux_hidden_state else ()
     drafts = [DraftRunner(model, *own, watch) for model, own in zip(models.drafts, others, strict=True)]

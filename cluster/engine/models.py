@@ -1,13 +1,13 @@
 """The loaded models of one rank: the target and the draft runner list, each with its sharding and exchange."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
 from cluster.arch import LayerGeometry, Moe
-from cluster.arch.dtypes import compute_dtype
-from cluster.arch.resolve import ResolvedModels
-from cluster.config import ConfigError
+from cluster.arch.resolve import ResolvedConfig
+from cluster.config import ConfigError, EngineConfig
 from cluster.distributed.mesh import Mesh
 from cluster.dp_attention.exchange import Exchange
 from cluster.dp_attention.plan import ExpertParallel, Ops
@@ -36,7 +36,7 @@ class RankModels:
     script. The context of a model that each rank computes alone has another exchange.
     """
 
-    resolved: ResolvedModels
+    resolved: ResolvedConfig
     exchange: Exchange
     target: DecoderTarget
     drafts: list[DraftModel]
@@ -63,7 +63,7 @@ class RankModels:
     def experts(self) -> tuple[str, ...]:
         """Sentences about where the experts of each model are. Empty without experts."""
         of_target, of_draft = self.resolved.experts
-        tp, ep = self.resolved.config.tp_size, self.resolved.config.ep_size
+        tp, ep = self.resolved.settings.tp_size, self.resolved.settings.ep_size
         said = [] if of_target is None else [f"target: {where_experts_are(of_target, ep, tp)}"]
         if of_draft is not None and self.resolved.draft_is_sharded:
             said.append(f"draft: {where_experts_are(of_draft, ep, tp)}")
@@ -74,11 +74,10 @@ class RankModels:
     @property
     def attention(self) -> tuple[str, ...]:
         """Sentences about attention that other kernels compute if the backend is FlashInfer. Empty if it is not."""
-        flashinfer, config = self.kernels.flashinfer, self.resolved.config
+        flashinfer, resolved, said = self.kernels.flashinfer, self.resolved, list[str]()
         if flashinfer is None:
             return ()
-        prompts = config.chunked_prefill_size if config.chunked_prefill_size > 0 else 1 << 30
-        most, said = max(prompts, config.max_running_requests * self.resolved.shape.forcing().window), list[str]()
+        most = max(resolved.chunk_rows, resolved.settings.max_running_requests * resolved.forced_shape.window)
         for at, layers in enumerate(self.layers):
             name = f"draft {at - 1}" if at else "target"
             said += [f"{name}, {line}" for line in flashinfer.left(layers, most)]
@@ -102,12 +101,7 @@ class RankModels:
         beside = 0
         if (spec := self.resolved.draft) is not None:
             beside = kept_bytes(len(self.drafts), spec.hidden, self.dtype)
-        return sum(pool_bytes(layers, self.dtype, self.fp8_cache) for layers in self.layers) + beside
-
-    @property
-    def fp8_cache(self) -> bool:
-        """Whether KV pools hold FP8."""
-        return self.resolved.config.kv_cache_dtype == "fp8_e4m3"
+        return sum(pool_bytes(layers, self.dtype, self.resolved.fp8_cache) for layers in self.layers) + beside
 
     @property
     def ops(self) -> tuple[Ops, Ops | None]:
@@ -130,14 +124,19 @@ class RankModels:
         return Ops(forward, head, width, columns, sharded, apart=apart)
 
 
-def kernels_of(resolved: ResolvedModels, device: torch.device) -> Kernels:
+def device_facts(config: EngineConfig, device: torch.device) -> tuple[str, Callable[[], bool]]:
+    """Return what `resolve_models` must know of a rank: its kind of device, and whether the kernels are in C."""
+    return device.type, lambda: select_kernels(config.attention_backend, device, torch.bfloat16).library is not None
+
+
+def kernels_of(resolved: ResolvedConfig, device: torch.device) -> Kernels:
     """Return the kernels of all models.
 
     Raises:
         ConfigError: the kernels that are set are not available here.
     """
-    kernels = select_kernels(resolved.config.attention_backend, device, _dtype(resolved, device))
-    if resolved.config.kv_cache_dtype == "fp8_e4m3" and kernels.name == "triton" and device.type == "cuda":
+    kernels = select_kernels(resolved.settings.attention_backend, device, DTYPES[resolved.dtype])
+    if resolved.fp8_cache and kernels.name == "triton" and device.type == "cuda":
         _refuse_gpus_without_fp8(torch.cuda.get_device_capability(device))
     if kernels.flashinfer is not None:
         shares = [kernels.flashinfer.share(layer) for layer in resolved.target.layers]
@@ -156,22 +155,15 @@ def _refuse_gpus_without_fp8(capability: tuple[int, int]) -> None:
         )
 
 
-def _dtype(resolved: ResolvedModels, device: torch.device) -> torch.dtype:
-    config = resolved.config
-    in_c = device.type == "cpu" and select_kernels(config.attention_backend, device, torch.bfloat16).library is not None
-    return DTYPES[compute_dtype(resolved.target, config.dtype, device.type, in_c)]
-
-
 def load_models(
-    resolved: ResolvedModels, mesh: Mesh, device: torch.device, kernels: Kernels, max_position: int
+    resolved: ResolvedConfig, mesh: Mesh, device: torch.device, kernels: Kernels, max_position: int
 ) -> RankModels:
     """Load this rank's part of all models, for positions below `max_position` (the size of rotary tables).
 
     Raises:
         ConfigError: a tensor is missing, unknown or of the wrong shape.
     """
-    config = resolved.config
-    dtype = _dtype(resolved, device)
+    config, dtype = resolved.settings, DTYPES[resolved.dtype]
     wide = config.vocab_parallel == "world"
     exchange, alone = Exchange(mesh, dtype, wide, config.ep_size), NoExchange(mesh.world.clock)
     vocab = mesh.world.part if wide and mesh.attn_dp > 1 else mesh.attn.part

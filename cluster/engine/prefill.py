@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from cluster.config import EngineConfig
+from cluster.config.resolved import ResolvedSettings
 from cluster.engine.decode import DecodeScheduler
 from cluster.engine.pace_correction import Correction
 from cluster.engine.request_state import RequestState
@@ -86,15 +86,16 @@ class RemainingRows:
 class PrefillScheduler:
     """The prompts of one rank: of waiting requests, and of the running ones, which `decode` has."""
 
-    def __init__(self, config: EngineConfig, cache: KVCache, decode: DecodeScheduler, pace: StepTimes | None) -> None:
+    def __init__(
+        self, resolved: ResolvedSettings, cache: KVCache, decode: DecodeScheduler, pace: StepTimes | None
+    ) -> None:
         """`pace` limits the prompt rows of steps in which requests decode. If it is None, or `mixed_prefill_size` is
         set, only the sizes of the config limit them.
         """
         self._cache, self._decode, self._waiting = cache, decode, decode.waiting
         self._ahead = cache.pages_for(WORTH_WAITING)  # the pages that two prompts must share for one to wait
-        self._budget = config.chunked_prefill_size if config.chunked_prefill_size > 0 else 1 << 30
-        self._mixed_budget = min(self._budget, config.mixed_prefill_size or self._budget)
-        self._pace = None if config.mixed_prefill_size else pace
+        self._budget, self._mixed_budget = resolved.chunk_rows, resolved.mixed_rows
+        self._pace = pace if resolved.paced else None
         self._overdrawn = 0.0  # microseconds, 0 or less: what the last step took beyond its allowance
         self.correction = Correction()
 

@@ -2,7 +2,7 @@
 
 import json
 
-from cluster.arch.resolve import ResolvedModels
+from cluster.arch.resolve import ResolvedConfig
 from cluster.config import ConfigError
 from cluster.distributed.mesh import Mesh
 from cluster.kernels.interface import Kernels
@@ -13,12 +13,12 @@ ALIKE = (
 )
 
 
-def same_everywhere(resolved: ResolvedModels, kernels: Kernels, mesh: Mesh) -> None:
+def same_everywhere(resolved: ResolvedConfig, kernels: Kernels, mesh: Mesh) -> None:
     """Raise `ConfigError` if ranks have different settings or models, or kernels that round differently: the choice of
     experts could then differ between ranks. Numbers of threads and folders may differ between machines.
     """
     places = {"model_path", "tokenizer_path", "speculative_draft_model_path", "speculative_token_map"}
-    own = resolved.config.model_dump(exclude={"num_threads", *places})
+    own = resolved.settings.model_dump(exclude={"num_threads", *places})
     own["kernels"], own["target"] = kernels.digits, repr(resolved.target)
     if resolved.draft is not None:
         own["draft"] = repr((resolved.draft, resolved.sample))

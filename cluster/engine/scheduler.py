@@ -5,7 +5,7 @@ It knows pages (through the cache), but no tensors and no models. The rules are 
 
 from collections import deque
 
-from cluster.config import EngineConfig
+from cluster.config.resolved import ResolvedSettings
 from cluster.engine.decode import DecodeScheduler
 from cluster.engine.prefill import PrefillScheduler
 from cluster.engine.request_state import RequestState
@@ -17,12 +17,12 @@ from cluster.observability.step_times import StepTimes
 class Scheduler:
     """The waiting queue and the running list of one rank."""
 
-    def __init__(self, config: EngineConfig, cache: KVCache, window: int, pace: StepTimes | None = None) -> None:
+    def __init__(self, resolved: ResolvedSettings, cache: KVCache, window: int, pace: StepTimes | None = None) -> None:
         """`window` as in `DecodeScheduler`, `pace` as in `PrefillScheduler`."""
         self.waiting: deque[RequestState] = deque()
         self._cache = cache
-        self.decode = DecodeScheduler(config, cache, window, self.waiting)
-        self.prefill = PrefillScheduler(config, cache, self.decode, pace)
+        self.decode = DecodeScheduler(resolved, cache, window, self.waiting)
+        self.prefill = PrefillScheduler(resolved, cache, self.decode, pace)
         self.running, self.learn, self.correction = self.decode.running, self.prefill.learn, self.prefill.correction
 
     @property

@@ -9,8 +9,9 @@ from typing import TypeVar
 
 import torch
 
+from cluster.arch.resolve import ResolvedConfig
 from cluster.batch import DecodeRequest, PromptChunk, SamplingMode, StepInput
-from cluster.config import ConfigError, EngineConfig
+from cluster.config import ConfigError
 from cluster.distributed.mesh import Mesh
 from cluster.engine.captures import captures_of
 from cluster.engine.lockstep import Lockstep
@@ -32,19 +33,18 @@ takes, or raises one of `OUT_OF_MEMORY`.
 """
 
 
-def prompt_rows(config: EngineConfig, context_length: int) -> int:
-    """The most prompt rows of one step."""
-    return min(config.chunked_prefill_size, context_length) if config.chunked_prefill_size > 0 else context_length
-
-
-def largest_orders(config: EngineConfig, context_length: int, window: int) -> Iterator[StepInput]:
+def largest_orders(resolved: ResolvedConfig) -> Iterator[StepInput]:
     """Yield the largest steps: all requests decode at their greatest length, with a whole prompt chunk, once with all
     sampling features and once with none; then the step in which the most prompts end.
 
     The page table is empty, so all cells are in the sink page and a pool of one page is enough.
     """
-    requests, rows = config.max_running_requests, prompt_rows(config, context_length)
-    longest = max(0, context_length - window)
+    requests, rows, context_length = (
+        resolved.settings.max_running_requests,
+        resolved.longest_chunk,
+        resolved.context_length,
+    )
+    longest = max(0, context_length - resolved.forced_shape.window)
     decodes = tuple(DecodeRequest(row, longest) for row in range(requests))
     lens = tuple((row, longest) for row in range(requests))
 
@@ -59,12 +59,10 @@ def largest_orders(config: EngineConfig, context_length: int, window: int) -> It
     yield StepInput(chunks=ends, mode=DRAWS)
 
 
-def run_largest(lockstep: Lockstep, config: EngineConfig, context_length: int, table: PageTable) -> None:
+def run_largest(lockstep: Lockstep, resolved: ResolvedConfig, table: PageTable) -> None:
     """Run the largest steps, before the first request; all ranks must call this."""
-    deepest = len(lockstep.shapes) - 1
-    window = lockstep.shapes[-1].forcing().window
-    for order in largest_orders(config, context_length, window):
-        ran = lockstep.run(order if lockstep.mesh.leads else StepInput(), 0, deepest)
+    for order in largest_orders(resolved):
+        ran = lockstep.run(order if lockstep.mesh.leads else StepInput(), 0, resolved.shape.num_steps)
         if ran.output is not None:
             lockstep.read(ran)
     table.lens.zero_()
@@ -88,7 +86,6 @@ def measured_needs(
     models: RankModels,
     mesh: Mesh,
     device: torch.device,
-    context_length: int,
     memory: DeviceMemory,
     weights: int,
     trial: Callable[[RankModels, RankMemory], Lockstep],
@@ -97,33 +94,26 @@ def measured_needs(
     measured steps.
     """
     resolved = models.resolved
-    least = (resolved.shape.window + 2 * resolved.config.page_size) * models.token_bytes
-    graphs = device.type == "cuda" and captures_of(resolved.config, device, models, mesh) is not None
+    page_bytes = resolved.settings.page_size * models.token_bytes
+    graphs = device.type == "cuda" and captures_of(resolved.settings, device, models, mesh) is not None
 
     def measure(requests: int, rows: int) -> int:
-        sizes = {"max_running_requests": requests, "chunked_prefill_size": rows}
-        config = resolved.config.model_copy(update=sizes)
-        own = replace(models, resolved=replace(resolved, config=config))
+        own = replace(models, resolved=resolved.smaller(requests, rows))
         memory.begin()
-        pools = allocate_pages(own, device, context_length, 1, Capacity(config.page_size, "a trial"))
-        run_largest(trial(own, pools), config, context_length, pools.cache.table)
-        return memory.taken() - 2 * config.page_size * own.token_bytes  # without the page and the sink page
+        pools = allocate_pages(own, device, 1, Capacity(resolved.settings.page_size, "a trial"))
+        run_largest(trial(own, pools), own.resolved, pools.cache.table)
+        return memory.taken() - 2 * page_bytes  # without the page and the sink page
 
-    return needs_of(resolved.config, context_length, mesh, memory, weights, least, graphs, measure)
+    def needs(workspace: int) -> Needs:
+        return Needs(memory.total, memory.free(), weights, workspace, workspace if graphs else 0)
+
+    least = resolved.shape.window * models.token_bytes + 2 * page_bytes
+    return needs_of(resolved, mesh, least, needs, measure)
 
 
-def needs_of(
-    config: EngineConfig,
-    context_length: int,
-    mesh: Mesh,
-    memory: DeviceMemory,
-    weights: int,
-    least: int,
-    graphs: bool,
-    measure: Measure,
-) -> Needs:
+def needs_of(resolved: ResolvedConfig, mesh: Mesh, least: int, own: Callable[[int], Needs], measure: Measure) -> Needs:
     """Return the `Needs` of the rank that has the least left for KV. All ranks must call this, and get the same result.
-    `least` are the bytes of the smallest KV cache. `graphs` says whether steps will be captured.
+    `least` are the bytes of the smallest KV cache. `own` returns the needs of this rank with a given workspace.
 
     Steps of half the size run first. The full steps run only if half of the size leaves enough for KV.
 
@@ -131,11 +121,10 @@ def needs_of(
         ConfigError: less than the smallest KV cache is left; the message lists all needs, and which settings to lower
             to which values.
     """
-    requests, rows = config.max_running_requests, prompt_rows(config, context_length)
+    settings, requests, rows = resolved.settings, resolved.settings.max_running_requests, resolved.longest_chunk
 
     def needs(workspace: int) -> Needs:
-        own = Needs(memory.total, memory.free(), weights, workspace, workspace if graphs else 0)
-        all_ranks = [Needs(*row) for row in mesh.all_gather_row(tuple(own))]
+        all_ranks = [Needs(*row) for row in mesh.all_gather_row(tuple(own(workspace)))]
         return min(all_ranks, key=lambda one: one.left)
 
     def tried(count: int, beside: int) -> Needs:
@@ -145,9 +134,9 @@ def needs_of(
             if mesh.world.size > 1:  # peers wait in the middle of the step: there is no way to go on
                 raise ConfigError(
                     f"a step of {count} requests and {beside} prompt rows does not fit beside the weights, which take "
-                    f"{weights / GB:.3f} GB ({error}); halve max_running_requests and chunked_prefill_size"
+                    f"{own(0).weights / GB:.3f} GB ({error}); halve max_running_requests and chunked_prefill_size"
                 ) from None
-        return needs(memory.total)  # a rank alone is out of memory: count the step as the whole device
+        return needs(own(0).total)  # a rank alone is out of memory: count the step as the whole device
 
     half = tried(-(-requests // 2), -(-rows // 2))
     found = tried(requests, rows) if half.left >= least else half
@@ -157,7 +146,7 @@ def needs_of(
     shorter = _most(lambda count: tried(requests, count).left >= least, rows)
     remedies = [f"max_running_requests (now {requests}) to {fewer}"] if fewer else []
     remedies += (
-        [f"chunked_prefill_size (now {config.chunked_prefill_size}) to {shorter}"] if shorter >= FEWEST_ROWS else []
+        [f"chunked_prefill_size (now {settings.chunked_prefill_size}) to {shorter}"] if shorter >= FEWEST_ROWS else []
     )
     if not remedies:
         remedies = ["context_length or the tree's size", "raise tp_size, to spread the model over more GPUs"]
@@ -180,18 +169,16 @@ def _most(fits: Callable[[int], bool], most: int) -> int:
     return low
 
 
-def rehearsed(
-    lockstep: Lockstep, config: EngineConfig, context_length: int, memory: DeviceMemory, table: PageTable
-) -> int:
+def rehearsed(lockstep: Lockstep, resolved: ResolvedConfig, memory: DeviceMemory, table: PageTable) -> int:
     """Run the largest steps on the finished engine, and return the bytes that they take.
 
     Raises:
         ConfigError: there is not enough memory for them.
     """
     try:
-        run_largest(lockstep, config, context_length, table)  # allocates the buffers that are made once and kept
+        run_largest(lockstep, resolved, table)  # allocates the buffers that are made once and kept
         memory.begin()
-        run_largest(lockstep, config, context_length, table)
+        run_largest(lockstep, resolved, table)
     except OUT_OF_MEMORY as error:
         raise ConfigError(f"the largest steps do not fit beside the KV cache ({error}); lower {SMALLER_KV}") from None
     return memory.taken()

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
+from cluster.arch.resolve import ResolvedConfig
 from cluster.config import ConfigError, EngineConfig
+from cluster.config.resolved import ResolvedSettings
 from cluster.distributed.mesh import Mesh
 from cluster.kv.free_memory import free_memory
 
@@ -66,15 +66,7 @@ class Needs(NamedTuple):
         return max(0, self.total - self.free - self.weights)
 
 
-def kv_capacity(
-    config: EngineConfig,
-    mesh: Mesh,
-    device: torch.device,
-    token_bytes: int,
-    context_length: int,
-    window: int,
-    needs: Needs | None = None,
-) -> Capacity:
+def kv_capacity(resolved: ResolvedConfig, mesh: Mesh, token_bytes: int, needs: Needs | None = None) -> Capacity:
     """Return the KV capacity of one rank, equal on every rank of the gang. Call it after all models are loaded.
 
     `token_bytes` are the bytes of one token in the pools of all runners together. `needs` is given for a device with
@@ -92,12 +84,13 @@ def kv_capacity(
     Raises:
         ConfigError: the system does not report its free memory, or the configured size does not fit on the device.
     """
+    config = resolved.settings
     if needs is not None:
-        return _of_device(config, needs, token_bytes, context_length, window)
-    assert device.type != "cuda", "what a device has left is measured"
+        return _of_device(resolved, needs, token_bytes)
+    assert resolved.device != "cuda", "what a device has left is measured"
     if config.max_total_tokens is not None:
         return Capacity(config.max_total_tokens, "max_total_tokens")
-    most, enough = _most(config, context_length, window)
+    most, enough = _most(resolved)
     if config.kv_cache_gb is not None:
         tokens = int(config.kv_cache_gb * GB) // token_bytes
         return Capacity(most, enough) if tokens > most else Capacity(tokens, f"kv_cache_gb {config.kv_cache_gb:g}")
@@ -113,21 +106,21 @@ def kv_capacity(
     return Capacity(tokens, words)
 
 
-def _most(config: EngineConfig, context_length: int, window: int) -> tuple[int, str]:
+def _most(resolved: ResolvedConfig) -> tuple[int, str]:
     """Return the tokens of all running requests at full context, each in whole pages, and a text about them."""
-    size, requests = config.page_size, config.max_running_requests
-    most = requests * -(-(context_length + window) // size) * size
-    return most, f"{requests} requests at the full context of {context_length} tokens need no more"
+    size, requests = resolved.settings.page_size, resolved.settings.max_running_requests
+    most = requests * -(-(resolved.context_length + resolved.shape.window) // size) * size
+    return most, f"{requests} requests at the full context of {resolved.context_length} tokens need no more"
 
 
-def _of_device(config: EngineConfig, needs: Needs, token_bytes: int, context_length: int, window: int) -> Capacity:
+def _of_device(resolved: ResolvedConfig, needs: Needs, token_bytes: int) -> Capacity:
     """Return the capacity on a device with its own memory. One page is subtracted for the sink page.
 
     Raises:
         ConfigError: the configured size is larger than what is left; the message says which setting to lower, and to
             which value.
     """
-    most, enough = _most(config, context_length, window)
+    config, (most, enough) = resolved.settings, _most(resolved)
     left = max(0, needs.left // token_bytes - config.page_size)
     sure = left - -(-left // 100)  # size to advise, 1 % below `left`: the next start may find slightly less free memory
     fits = max(0, int(needs.left + RESTART * needs.spare) // token_bytes - config.page_size)
@@ -162,16 +155,17 @@ def _too_much(needs: Needs, token_bytes: int, asked: int, left: int, remedy: str
     )
 
 
-def page_count(config: EngineConfig, capacity: Capacity, window: int) -> int:
+def page_count(resolved: ResolvedSettings, capacity: Capacity) -> int:
     """Return the number of KV pages of one rank, without the sink page.
 
     Raises:
         ConfigError: the pages do not hold one window and a prompt of one token.
     """
-    pages = capacity.tokens // config.page_size
-    if pages * config.page_size <= window + 1:
+    size, window = resolved.settings.page_size, resolved.shape.window
+    pages = capacity.tokens // size
+    if pages * size <= window + 1:
         raise ConfigError(
-            f"the KV cache gets {pages} pages of {config.page_size} tokens ({capacity.sized_by}), too few for a window "
+            f"the KV cache gets {pages} pages of {size} tokens ({capacity.sized_by}), too few for a window "
             f"of {window} tokens and a prompt; raise max_total_tokens, kv_cache_gb or mem_fraction_static, or free "
             "memory"
         )

@@ -11,6 +11,7 @@ from cluster.api.core.tokenizer import ChatTokenizer, Parsers
 from cluster.api.http.api_adapters import CoreRequest
 from cluster.api.http.calls import GenerateCall, understand
 from cluster.arch.generation import sampling_defaults
+from cluster.config.resolved import tokenizer_folder
 from cluster.engine.engine import Engine
 
 T = TypeVar("T")
@@ -33,7 +34,7 @@ class LocalModel:
         path = info.config.model_path
         self.tokenizer: ChatTokenizer | None = None
         if engine.tokenizer is not None:
-            self.tokenizer = ChatTokenizer.load(info.config.tokenizer_path or path, parsers)
+            self.tokenizer = ChatTokenizer.load(tokenizer_folder(info.config), parsers)
         self.model = ModelInfo(
             model_id=path,
             context_length=info.context_length,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from cluster.arch.dtypes import BYTES, PLAIN, compute_dtype
+from cluster.arch.dtypes import BYTES, PLAIN, cache_dtype, compute_dtype
 from cluster.arch.read import read_target
 from cluster.arch.safetensors.stored import stored_tensors
 from cluster.arch.safetensors.tensors import ATTENTION_SCALES, check_tensors, target_tensors
@@ -70,14 +70,15 @@ def summary(folder: str, dtype: str = "auto", device: str = ASSUMED_DEVICE, cach
     if any(stored.dtype not in PLAIN or re.search(ATTENTION_SCALES, name) for name, (_, _, stored) in held.items()):
         return None
     compute = compute_dtype(arch, dtype, device)
-    cell = prod(arch.layer.cell) * BYTES[compute] if cache == "auto" else arch.layer.coded_cell.nbytes
+    kept = cache_dtype(cache, compute)
+    cell = prod(arch.layer.cell) * BYTES[kept] if kept in BYTES else arch.layer.coded_cell.nbytes
     target = described(folder, arch)
     memory = {
         "tp": 1,
         "dp": 1,
         "ep": 1,
         "dtype": compute,
-        "kv_cache_dtype": compute if cache == "auto" else cache,
+        "kv_cache_dtype": kept,
         "device": device,
         "target_bytes_per_rank": target["parameters"] * BYTES[compute],
         "draft_bytes_per_rank": 0,

@@ -13,7 +13,7 @@ import torch
 
 from cluster.arch import DraftSpec, TargetArch, outline, read_draft, read_target
 from cluster.arch.draft.sample import read_sample
-from cluster.arch.dtypes import compute_dtype
+from cluster.arch.dtypes import cache_dtype, compute_dtype
 from cluster.arch.layer import experts_of
 from cluster.arch.resolve import check_parts
 from cluster.config import ConfigError
@@ -201,12 +201,13 @@ def inspect(
         if draft is not None:
             _alone(report, path, draft, setup, settings)
         return report
+    compute = str(place.dtype).removeprefix("torch.")
     report.memory = {
         "tp": setup.tp,
         "dp": setup.dp,
         "ep": setup.ep,
-        "dtype": str(place.dtype).removeprefix("torch."),
-        "kv_cache_dtype": str(place.dtype).removeprefix("torch.") if setup.cache == "auto" else setup.cache,
+        "dtype": compute,
+        "kv_cache_dtype": cache_dtype(setup.cache, compute),
         "device": setup.device,
         "target_bytes_per_rank": taken,
         "draft_bytes_per_rank": 0,

@@ -67,7 +67,7 @@ def served(engine: Engine, stream: Stream, turns: int = 2) -> int:
     """The tokens are plain decoding's, and steps are replayed; how many were launched anew."""
     launched = stream.launches
     for _ in range(turns):
-        assert run(engine, requests()).tokens == plain(engine._p.config.model_path)
+        assert run(engine, requests()).tokens == plain(engine.config.model_path)
     assert stream.launches > launched + 3, "few steps were replayed"
     return engine._p.lockstep.programs.launched_anew
 
@@ -113,7 +113,7 @@ def test_tapes_give_the_tokens_of_plain_decoding(monkeypatch: pytest.MonkeyPatch
     engine = build_engine(config("tree", family, capture="on", capture_sizes=(1, 2, 4, 8, 16)))
     before = DEVICE.runs
     for _ in range(2):
-        assert run(engine, requests()).tokens == plain(engine._p.config.model_path)
+        assert run(engine, requests()).tokens == plain(engine.config.model_path)
     assert DEVICE.runs > before and not engine._p.lockstep.programs.launched_anew
 
 
@@ -166,7 +166,7 @@ def test_plans_of_another_program_are_not_repeated(monkeypatch: pytest.MonkeyPat
             one, two = held[key], held[other]
             held[key], held[other] = replace(one, ahead=two.ahead), replace(two, ahead=one.ahead)
     for _ in range(2):
-        assert run(engine, requests()).tokens == plain(engine._p.config.model_path)
+        assert run(engine, requests()).tokens == plain(engine.config.model_path)
     assert programs.launched_anew > 3
 
 

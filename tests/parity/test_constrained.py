@@ -119,7 +119,7 @@ def test_retraction_changes_nothing(topk: int, num_steps: int) -> None:
 def test_what_is_counted_as_drafted_is_what_was(topk: int, num_steps: int) -> None:
     """Trees that a grammar may add to have room that nothing fills as a rule, those of free requests always."""
     engine = walked(build_engine(config(topk, num_steps)))
-    drafted = engine._p.shape.num_draft_tokens - 1
+    drafted = engine._p.resolved.shape.num_draft_tokens - 1
     verified: list[int] = []
     requests = [replace(one, params=replace(one.params, return_tree=True)) for one in asked("0.8")]
     result = run(engine, requests, lambda _, step: verified.append(step.stats.verified_nodes))

@@ -85,7 +85,7 @@ def test_the_path_is_what_came_and_asking_changes_nothing(topk: int, num_steps: 
 
 
 def config_nodes(engine: Engine) -> int:
-    return engine._p.shape.num_draft_tokens
+    return engine._p.resolved.shape.num_draft_tokens
 
 
 @pytest.mark.parametrize(("topk", "num_steps", "sampling"), [(1, 4, "greedy"), (3, 3, "0.8")])

@@ -87,7 +87,7 @@ class Watch:
     ) -> None:
         """Compare one request's carriers and tree with an independent EAGLE-2 expansion."""
         name, at = request_id.split("/")[0], int(batch.seq_lens[i])
-        text, shape = self.texts[name], engine._p.shape
+        text, shape = self.texts[name], engine._p.resolved.shape
         if at >= len(text):
             return
         wanted = self._expected(engine, text, self._fused[name][:at], at, batch, i)
@@ -102,7 +102,7 @@ class Watch:
         assert len(wanted.tokens) == shape.num_draft_tokens
 
     def _expected(self, engine: Engine, text: list[int], fused: Tensor, at: int, batch: Batch, i: int) -> "Expected":
-        shape = engine._p.shape
+        shape = engine._p.resolved.shape
         sampling = batch.sampling.narrow(i, i + 1)
         ids = torch.tensor(self.draft.target_ids)
 

@@ -231,7 +231,7 @@ def _watch_retraction(engine: Engine, names: list[str]) -> None:
 
 def _shake(engine: Engine, random: Random) -> None:
     """Random tiers and chunk sizes from step to step."""
-    scheduler, deepest = engine._p.scheduler, engine._p.shape.num_steps
+    scheduler, deepest = engine._p.scheduler, engine._p.resolved.shape.num_steps
     true = scheduler.schedule
 
     def schedule(*given: int) -> Any:
@@ -240,7 +240,7 @@ def _shake(engine: Engine, random: Random) -> None:
         return true(*given)
 
     scheduler.schedule = schedule  # type: ignore[method-assign]
-    object.__setattr__(engine._p.config, "levels_at", lambda *_: random.randint(0, deepest))  # it is frozen
+    type(engine._p.resolved).levels_at = lambda *_: random.randint(0, deepest)  # type: ignore[method-assign]
 
 
 def _do(engine: Rank, action: dict[str, Any]) -> None:

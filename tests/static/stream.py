@@ -270,7 +270,6 @@ class OnStream:
 def on_stream(patch: pytest.MonkeyPatch, buckets: Buckets | None = None) -> Stream:
     """Have engines built from now on run as on a GPU with Triton, on this stream, a step ahead of it."""
     stream, true = Stream(), build.capture_decoding
-    patch.setattr(build, "_lag", lambda *_: 1)
     cross(patch, stream)
 
     def graphs(config: EngineConfig, *_: Any) -> Captures:
@@ -278,7 +277,7 @@ def on_stream(patch: pytest.MonkeyPatch, buckets: Buckets | None = None) -> Stre
         return Captures(lambda program: StreamGraph(program, stream), of)
 
     def decoding(lockstep: Lockstep, *given: Any) -> Any:
-        lockstep.programs = OnStream(lockstep.programs, stream)  # type: ignore[assignment]
+        lockstep.programs, lockstep.lag = OnStream(lockstep.programs, stream), 1  # type: ignore[assignment]
         return true(lockstep, *given)
 
     patch.setattr(build, "captures_of", graphs)

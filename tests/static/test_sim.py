@@ -23,7 +23,7 @@ from cluster.batch import (
     SamplingMode,
     StepInput,
 )
-from cluster.config.tree_shape import TreeShape, tiers
+from cluster.config.tree_shape import TreeShape
 from cluster.engine import Engine, build_engine
 from cluster.spec.result import StepOutput
 from cluster.spec.step import Step
@@ -65,7 +65,7 @@ WAYS = list(product(range(4), MODES, (False, True)))
 def check(pair: Pair, topk: int, ways: Iterable[tuple[int, SamplingMode, bool]]) -> None:
     """Run a step in each of these ways, as a chain or a tree."""
     engine = engine_of(pair, topk)
-    programs, shapes = engine._p.lockstep.programs, tiers(engine._p.shape)
+    programs, shapes = engine._p.lockstep.programs, engine._p.resolved.tiers
     assert len(shapes) == 4
     with simulated(engine):
         for tier, mode, prompts in ways:
@@ -117,7 +117,7 @@ def test_what_asks_or_comes_from_elsewhere_is_caught(
     monkeypatch.setattr(Step, "run", asking)
     with simulated(engine), pytest.raises(error):
         programs = engine._p.lockstep.programs
-        programs._run(programs.assembler.send(StepInput(decodes=DECODES), 0), SamplingMode(0), engine._p.shape)
+        programs._run(programs.assembler.send(StepInput(decodes=DECODES), 0), SamplingMode(0), engine._p.resolved.shape)
 
 
 PARTS = 8

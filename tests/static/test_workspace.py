@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from cluster.arch.resolve import resolve_models
 from cluster.config import ConfigError, EngineConfig
 from cluster.distributed.mesh import Mesh
 from cluster.engine import Engine, build, workspace
@@ -37,11 +38,11 @@ def in_sight(monkeypatch: pytest.MonkeyPatch) -> None:
 def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Devices alike, with as many requests and rows, have been measured by the first test that needs it."""
 
-    def needs(models: RankModels, mesh: Mesh, device: object, length: int, memory: DeviceMemory, *more: Any) -> Needs:
-        settings = models.resolved.config
+    def needs(models: RankModels, mesh: Mesh, device: object, memory: DeviceMemory, *more: Any) -> Needs:
+        settings = models.resolved.settings
         key = memory.total, settings.max_running_requests, settings.chunked_prefill_size
         if key not in MEASURED:
-            MEASURED[key] = measured_needs(models, mesh, device, length, memory, *more)  # type: ignore[arg-type]
+            MEASURED[key] = measured_needs(models, mesh, device, memory, *more)  # type: ignore[arg-type]
         return MEASURED[key]
 
     monkeypatch.setattr(build, "measured_needs", needs)
@@ -163,15 +164,6 @@ def test_a_trial_is_given_back_before_what_serves_is_made(monkeypatch: pytest.Mo
     assert len(made) == 2 and alive == [0]
 
 
-class Plain:
-    """A device where nothing is taken but what `measure` says."""
-
-    total = 1000
-
-    def free(self) -> int:
-        return 500
-
-
 @pytest.mark.parametrize(
     ("each", "row", "said"),
     [
@@ -182,14 +174,13 @@ class Plain:
 )
 def test_a_refusal_names_the_largest_that_fits(each: int, row: int, said: str) -> None:
     """500 bytes are free, 50 of them are for the smallest cache, and at least 10 stay spare."""
-    settings = config(max_running_requests=16, chunked_prefill_size=64)
+    resolved = resolve_models(config(max_running_requests=16, chunked_prefill_size=64))
 
-    def needs(most: int) -> Needs:
-        measure = lambda requests, rows: requests * each + rows * row  # noqa: E731
-        return needs_of(settings, CONTEXT, Mesh(), Plain(), 300, most, False, measure)  # type: ignore[arg-type]
+    def own(workspace: int) -> Needs:
+        return Needs(1000, 500, 300, workspace, 0)
 
     with pytest.raises(ConfigError, match=r"no memory is left .*weights take.*" + said):
-        needs(50)
+        needs_of(resolved, Mesh(), 50, own, lambda requests, rows: requests * each + rows * row)
 
 
 @pytest.mark.slow
@@ -217,7 +208,7 @@ def test_captured_programs_leave_the_largest_steps_what_they_take(monkeypatch: p
         return "captured"
 
     with memory:
-        taken = rehearsed(None, config(), CONTEXT, memory, None)  # type: ignore[arg-type]
+        taken = rehearsed(None, None, memory, None)  # type: ignore[arg-type]
         assert 100_000 <= taken < 120_000
         assert beside(taken, lambda: program(40_000), Mesh(), memory) == "captured"
         with pytest.raises(ConfigError, match=r"too little for the largest steps.*lower .*capture_sizes"):

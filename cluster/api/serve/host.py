@@ -122,13 +122,10 @@ def _settled(config: EngineConfig) -> EngineConfig:
     Raises:
         ConfigError: a model cannot be found or served, or the draft does not match the settings.
     """
-    if hub_models(config):
-        config = pin(config)
-        with outlined(config) as seen:
-            settled = check_models(seen).config
-    elif config.speculative_draft_model_path is not None:
-        return resolve_models(config).config
-    else:
-        return config
+    if not hub_models(config):
+        return config if config.speculative_draft_model_path is None else resolve_models(config).settings
+    config = pin(config)
+    with outlined(config) as seen:
+        settled = check_models(seen).settings
     # `settled` names folders of this node; ranks on other nodes need the commits.
     return settled.model_copy(update={name: getattr(config, name) for name in hub_models(config)})

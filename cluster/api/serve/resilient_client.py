@@ -17,6 +17,7 @@ from cluster.actors.coalesced_call import CoalescedCall
 from cluster.actors.messages import GangStatus, Overloaded
 from cluster.actors.streams import RESUMES, OpenStream
 from cluster.config import EngineConfig
+from cluster.config.resolved import tokenizer_folder
 from cluster.request import Request, Seeds, SequenceOutput
 
 logger = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ Item = StreamSign | Refused | Leaving | SequenceOutput
 
 def folders_of(config: EngineConfig) -> str:
     """Return the folders of the model and the tokenizer as one string. Token ids mean the same where it is equal."""
-    return f"{config.model_path}, {config.tokenizer_path or config.model_path}"
+    return f"{config.model_path}, {tokenizer_folder(config)}"
 
 
 class Rooms:

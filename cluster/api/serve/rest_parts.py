@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from cluster.config import EngineConfig
+from cluster.config.resolved import tokenizer_folder
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ def load_rest(config: EngineConfig, parsers: tuple[str | None, str | None]) -> R
     ingress = importlib.import_module("cluster.api.http.routes")
     service = importlib.import_module("cluster.api.core.service")
     tokenizer = importlib.import_module("cluster.api.core.tokenizer").ChatTokenizer
-    folder = config.tokenizer_path or config.model_path
+    folder = tokenizer_folder(config)
     there = (Path(folder) / name for name in TOKENIZERS)
     # With another format or a broken symlink, `tokenizer.load` below raises: better than serving token ids alone.
     has_tokenizer = config.tokenizer_path is not None or any(each.is_symlink() or each.is_file() for each in there)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cluster.arch.resolve import ResolvedModels
+from cluster.arch.resolve import ResolvedConfig
 from cluster.bench.ceilings import Ceilings, ceilings
 from cluster.bench.demand import Demand, least_seconds, step_demand
 from cluster.bench.goals import Goal
@@ -86,7 +86,7 @@ class Measured(NamedTuple):
     batch: int
     captured: bool
     steps: SteadySteps
-    models: ResolvedModels
+    models: ResolvedConfig
 
 
 class Work(NamedTuple):
@@ -305,7 +305,7 @@ def _wrap(truth: Truth | None, size: Size, loaded: Loaded) -> Wrap | None:
         return None
     wanted, known = size.accept_length, truth
 
-    def told(draft: Draft, models: ResolvedModels) -> Draft:
+    def told(draft: Draft, models: ResolvedConfig) -> Draft:
         most = min(wanted, models.shape.num_steps + 1)
         return OracleDraft(draft, known, most, models.target.vocab_size, loaded.device)
 

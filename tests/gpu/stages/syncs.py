@@ -152,7 +152,7 @@ def without_numbers(engine: Engine) -> int:
     order = StepInput(decodes=(DecodeRequest(0, 7), DecodeRequest(1, 9)), chunks=(chunk,), lens=((0, 7), (1, 9)))
     with simulated(engine):
         programs = engine._p.lockstep.programs
-        output = programs._run(programs.assembler.send(order, 0), order.mode, engine._p.shape)
+        output = programs._run(programs.assembler.send(order, 0), order.mode, engine._p.resolved.shape)
         assert output.packed.device == torch.device(NAME, 0)
         return int(output.packed.shape[0])
 

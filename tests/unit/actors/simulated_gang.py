@@ -12,7 +12,7 @@ from cluster.actors.messages import Overloaded
 from cluster.actors.open_requests import QueueReport
 from cluster.actors.prefill_speed import Drift
 from cluster.config import EngineConfig
-from cluster.config.tree_shape import tree_shape
+from cluster.config.resolved import ResolvedSettings
 from cluster.engine.finish import FinishCheck
 from cluster.engine.request_state import RequestState
 from cluster.engine.schedule import Schedule
@@ -85,11 +85,12 @@ class SimulatedGang:
                 **self.settings,
             }
         )
+        self.resolved = ResolvedSettings.of(self.config)
         groups, chunk = self.config.attn_dp_size, self.config.chunked_prefill_size
         self.pace: StepTimes = self.machine.pace(self.config.prefill_share, chunk, groups)
-        self.balancer = Balancer.of(self.config)
+        self.balancer = Balancer.of(self.resolved)
         self.balancer.restarted(self.kv_tokens // self.config.page_size)
-        self.admission = Admission(self.config, lambda: self.now, lambda rank: self._ranks[rank].report)
+        self.admission = Admission(self.resolved, lambda: self.now, lambda rank: self._ranks[rank].report)
         self.admission.started(self.kv_tokens, self.pace if self.measured else None)
         self._ranks = [_Rank(self._scheduler()) for _ in range(groups)]
         self._beat = 0.0
@@ -100,7 +101,7 @@ class SimulatedGang:
         page, rows = self.config.page_size, self.config.max_running_requests
         table = PageTable(rows, self.kv_tokens + 512, page, torch.device("cpu"))
         cache = KVCache(self.kv_tokens // page, table, not self.config.disable_radix_cache)
-        return Scheduler(self.config, cache, tree_shape(self.config).window, self.pace)
+        return Scheduler(self.resolved, cache, self.resolved.shape.window, self.pace)
 
     def run(self, arrivals: Row[Arrival], until: float = 1e9) -> list[Outcome]:
         """Serve the arrivals to their end, or `until`; returns what became of each."""

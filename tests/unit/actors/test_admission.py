@@ -13,15 +13,15 @@ from cluster.actors.admission import HEADROOM, Admission
 from cluster.actors.messages import Overloaded
 from cluster.actors.output_lengths import FIRST_GUESS
 from cluster.config import EngineConfig
+from cluster.config.resolved import ResolvedSettings
 from cluster.request import Request, RequestParams
 
 PLENTY = 1 << 24  # tokens of KV: slots run out first
 
 
-def config(**settings: Any) -> EngineConfig:
-    return EngineConfig.model_validate(
-        {"model_path": "m", "max_running_requests": 8, "max_queue_wait_s": 10.0, **settings}
-    )
+def config(**settings: Any) -> ResolvedSettings:
+    own = {"model_path": "m", "max_running_requests": 8, "max_queue_wait_s": 10.0, **settings}
+    return ResolvedSettings.of(EngineConfig.model_validate(own))
 
 
 def request(name: str, max_tokens: int = 100, prompt: int = 10) -> Request:
@@ -32,7 +32,7 @@ def request(name: str, max_tokens: int = 100, prompt: int = 10) -> Request:
 class Simulation:
     """A server of `slots` slots, each good for `pace` tokens per second, first come first served, in 0.05 s steps."""
 
-    settings: EngineConfig
+    settings: ResolvedSettings
     slots: int = 8
     pace: float = 20.0
     now: float = 0.0

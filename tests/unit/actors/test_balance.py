@@ -8,6 +8,7 @@ import pytest
 from cluster.actors.balance import POLICIES, UNIT, Balancer, RankLoad
 from cluster.actors.prefix_estimates import PrefixIndex, chain_of
 from cluster.config import EngineConfig
+from cluster.config.resolved import ResolvedSettings
 from cluster.kv.radix import RadixTree
 from cluster.request import Request, RequestParams
 
@@ -353,9 +354,9 @@ def test_memory_does_not_grow_with_history() -> None:
 
 def test_settings_make_a_balancer() -> None:
     config = EngineConfig(model_path="x", tp_size=8, attn_dp_size=4, page_size=8, routing_policy="total_tokens")
-    balancer = Balancer.of(config)
+    balancer = Balancer.of(ResolvedSettings.of(config))
     assert (balancer.policy, balancer.dp_size, balancer.page_size) == ("total_tokens", 4, 8)
-    balancer = Balancer.of(config.model_copy(update={"disable_radix_cache": True}))
+    balancer = Balancer.of(ResolvedSettings.of(config.model_copy(update={"disable_radix_cache": True})))
     balancer.choose(request("a", 41), 8.0)
     run(balancer, "a")
     assert balancer.load(0).pages == 0  # a cache that is off holds nothing

@@ -13,6 +13,7 @@ from cluster.actors.incarnation import GangSpec, GangStartError, Incarnation
 from cluster.actors.messages import Heartbeat
 from cluster.actors.placement import layout_of
 from cluster.config import ConfigError, EngineConfig
+from cluster.config.resolved import ResolvedSettings
 from cluster.kv.budget import Capacity, page_count
 from tests.info import rank_info
 
@@ -140,7 +141,11 @@ def test_a_later_life_has_as_much_kv_as_the_first(monkeypatch: pytest.MonkeyPatc
     assert begun[0].config is config and gang.spec.config is config
     for spec in begun[1:]:
         assert EngineConfig.model_validate(spec.config.model_dump()) == spec.config, "one size, not two"
-        assert page_count(spec.config, Capacity(4096, ""), 5) * 16 == spec.config.max_total_tokens == 4096
+        assert (
+            page_count(ResolvedSettings.of(spec.config), Capacity(4096, "")) * 16
+            == spec.config.max_total_tokens
+            == 4096
+        )
     assert [info.kv_sized_by for info in gang.infos] == ["mem_fraction_static 0.5"] * 2
 
 

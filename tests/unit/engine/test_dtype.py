@@ -1,17 +1,18 @@
 """What `dtype: auto` computes in."""
 
-from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 
 from cluster.arch.dtypes import MANY
+from cluster.arch.read import read_target
 from cluster.arch.resolve import resolve_models
 from cluster.arch.safetensors.tensors import parameters
 from cluster.config import EngineConfig
 from cluster.engine import build_engine
-from cluster.engine.models import _dtype
+from cluster.engine.models import device_facts
 from cluster.tools.summary import summary
 from cluster.tools.tensor_report import ServingSetup, inspect
 from tests.tiny import target_folder
@@ -21,18 +22,26 @@ from tests.unit.models.checkpoints import copy_of
 CPU = torch.device("cpu")
 
 
-def test_a_large_target_stays_narrow_on_a_cpu_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_target_stays_narrow_on_a_cpu_where_that_is_faster(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """By the kernels in C, which read it in half the time; torch multiplies single rows of bfloat16 slowly."""
     c_library()
-    resolved = resolve_models(EngineConfig(model_path=target_folder()))
-    narrow = replace(resolved, target=replace(resolved.target, dtype="bfloat16"))
-    assert parameters(narrow.target) < MANY and _dtype(narrow, CPU) == torch.float32
-    monkeypatch.setattr("cluster.arch.dtypes.MANY", parameters(narrow.target))
-    assert _dtype(narrow, CPU) == torch.bfloat16
-    wide = replace(resolved, target=replace(resolved.target, dtype="float32"))
-    assert _dtype(wide, CPU) == torch.float32, "not stored so"
-    by_torch = replace(narrow, config=narrow.config.model_copy(update={"attention_backend": "torch"}))
-    assert _dtype(by_torch, CPU) == torch.float32
+    narrow, wide = (
+        copy_of(target_folder(), tmp_path / dtype, None, torch_dtype=dtype, dtype=dtype)
+        for dtype in ("bfloat16", "float32")
+    )
+
+    def dtype_of(folder: str, backend: Literal["auto", "torch"] = "auto") -> str:
+        config = EngineConfig(model_path=folder, attention_backend=backend)
+        return resolve_models(config, *device_facts(config, CPU)).dtype
+
+    size = parameters(read_target(narrow))
+    assert size < MANY and dtype_of(narrow) == "float32"
+    monkeypatch.setattr("cluster.arch.dtypes.MANY", size)
+    assert dtype_of(narrow) == "bfloat16"
+    assert dtype_of(wide) == "float32", "not stored so"
+    assert dtype_of(narrow, "torch") == "float32"
 
 
 def test_inspect_says_what_the_engine_computes_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

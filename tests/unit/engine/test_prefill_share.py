@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from cluster.config import EngineConfig
+from cluster.config.resolved import ResolvedSettings
 from cluster.engine.calibrate import StepLimits, TrialLoad, fit
 from cluster.engine.schedule import Schedule
 from cluster.engine.scheduler import Scheduler
@@ -55,7 +56,7 @@ EIGHT_B = Machine(tree=4, read=5300.0, row=32.0, slot=0.044, pair=0.0018, levels
 def scheduler_of(pace: StepTimes | None, chunk: int, mixed: int | None = None, tokens: int = 6000) -> Scheduler:
     config = EngineConfig(model_path="", chunked_prefill_size=chunk, mixed_prefill_size=mixed)
     cache = KVCache(tokens // 8 + 64, PageTable(8, tokens + 512, 16, torch.device("cpu")), False)
-    return Scheduler(config, cache, 6, pace)
+    return Scheduler(ResolvedSettings.of(config), cache, 6, pace)
 
 
 @dataclass(frozen=True)
@@ -293,7 +294,8 @@ def test_who_is_let_in_beside_decoding_gets_rows(radix: bool) -> None:
     rng = Random(3)
     cache = KVCache(700, PageTable(8, 4000, 16, torch.device("cpu")), radix)
     pace = StepTimes(0.5, 4, PACE.decode, 0.0, PACE.target, 0.2, 0.01)
-    scheduler, admitted = Scheduler(EngineConfig(model_path="", chunked_prefill_size=300), cache, 6, pace), 0
+    config = EngineConfig(model_path="", chunked_prefill_size=300)
+    scheduler, admitted = Scheduler(ResolvedSettings.of(config), cache, 6, pace), 0
     for number in range(40):
         scheduler.waiting.append(of_tokens(f"{number}", [rng.randrange(2)] * rng.randint(1, 500), 4))
     for _ in range(600):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from cluster.config import EngineConfig
+from cluster.config.resolved import ResolvedSettings
 from cluster.config.tree_shape import TreeShape
 from cluster.engine.finish import FinishCheck
 from cluster.engine.request_state import RequestState
@@ -20,7 +21,7 @@ WINDOW = 6
 
 def made(pages: int, page_size: int = 4, rows: int = 4, budget: int = 16, radix: bool = False) -> Scheduler:
     cache = KVCache(pages, PageTable(rows, 200, page_size, torch.device("cpu")), radix)
-    return Scheduler(EngineConfig(model_path="", chunked_prefill_size=budget), cache, WINDOW)
+    return Scheduler(ResolvedSettings.of(EngineConfig(model_path="", chunked_prefill_size=budget)), cache, WINDOW)
 
 
 def sequence(name: str, prompt: int, max_tokens: int = 20) -> RequestState:
@@ -277,7 +278,7 @@ def test_admission_does_not_cause_retraction(page_size: int, seed: int) -> None:
         speculative_num_steps=5,
     )
     cache = KVCache(120 // page_size, PageTable(6, 200, page_size, torch.device("cpu")), bool(seed % 2))
-    scheduler, admissions, retracted = Scheduler(config, cache, WINDOW), 0, 0
+    scheduler, admissions, retracted = Scheduler(ResolvedSettings.of(config), cache, WINDOW), 0, 0
     for number in range(60):
         scheduler.waiting.append(sequence(f"{number}", random.randint(1, 40), random.randint(1, 40)))
     plan = scheduler.schedule()

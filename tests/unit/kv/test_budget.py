@@ -1,19 +1,20 @@
 """How much KV a rank gets, and what is said about it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from threading import Barrier, Thread, current_thread
 
 import pytest
-import torch
 
+from cluster.arch.resolve import ResolvedConfig
 from cluster.config import ConfigError, EngineConfig
+from cluster.config.tree_shape import TreeShape
 from cluster.distributed.mesh import Mesh
 from cluster.kv import budget
 from cluster.kv.budget import Capacity, Needs, kv_capacity, page_count
 from cluster.kv.free_memory import free_memory
 
-CPU = torch.device("cpu")
 TOKEN = 1000  # bytes
 GB = 10**9
 
@@ -23,9 +24,16 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return lambda given: monkeypatch.setattr(budget, "free_memory", lambda: given)
 
 
-def capacity(context: int = 10**6, window: int = 5, mesh: Mesh | None = None, **settings: object) -> Capacity:
+def resolved(context: int, window: int = 5, device: str = "cpu", **settings: object) -> ResolvedConfig:
+    """The facts of an engine whose chains take a window of so many slots."""
+    unread = dict.fromkeys(("target", "draft", "sample", "dtype", "kv_cache_dtype", "forced_rows", "steps_ahead"))
     config = EngineConfig(model_path="", **settings)
-    return kv_capacity(config, mesh or Mesh(), CPU, TOKEN, context, window)
+    facts = ResolvedConfig.of(config, device=device, context_length=context, **unread)
+    return replace(facts, shape=TreeShape(num_steps=window - 1, topk=1, num_draft_tokens=window))
+
+
+def capacity(context: int = 10**6, mesh: Mesh | None = None, **settings: object) -> Capacity:
+    return kv_capacity(resolved(context, **settings), mesh or Mesh(), TOKEN)
 
 
 def test_explicit_sizes_are_taken_as_they_are() -> None:
@@ -106,8 +114,7 @@ NEEDS = Needs(total=100 * GB, free=70 * GB, weights=25 * GB, workspace=8 * GB, g
 
 
 def of_device(needs: Needs = NEEDS, context: int = 10**8, **settings: object) -> Capacity:
-    config = EngineConfig(model_path="", **settings)
-    return kv_capacity(config, Mesh(), torch.device("cuda", 0), TOKEN, context, 5, needs)
+    return kv_capacity(resolved(context, device="cuda", **settings), Mesh(), TOKEN, needs)
 
 
 def test_a_device_gives_what_is_left_but_for_the_sink_page() -> None:
@@ -166,18 +173,17 @@ def test_a_restart_gets_the_size_of_the_first_start_though_a_little_less_is_free
 def test_models_that_leave_nothing_are_refused(free: Callable[[int], None]) -> None:
     free(0)
     with pytest.raises(ConfigError, match=r"mem_fraction_static 0.3.*too few.*free memory"):
-        page_count(EngineConfig(model_path=""), capacity(), 5)
+        page_count(resolved(64), capacity())
 
 
 @pytest.mark.parametrize(("tokens", "size", "pages"), [(100, 16, 6), (1000, 10, 100), (138, 1, 138)])
 def test_page_count(tokens: int, size: int, pages: int) -> None:
-    config = EngineConfig(model_path="", page_size=size)
-    assert page_count(config, Capacity(tokens, ""), 5) == pages
+    assert page_count(resolved(64, page_size=size), Capacity(tokens, "")) == pages
 
 
 def test_too_little_for_a_window_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="raise max_total_tokens"):
-        page_count(EngineConfig(model_path="", page_size=16), Capacity(16, "max_total_tokens"), 20)
+        page_count(resolved(64, window=20), Capacity(16, "max_total_tokens"))
 
 
 KB = 1024

@@ -11,6 +11,7 @@ from cluster.actors.messages import Overloaded
 from cluster.api.core.errors import ApiError
 from cluster.api.core.merging import merged
 from cluster.config import EngineConfig
+from cluster.config.resolved import ResolvedSettings
 from cluster.request import Request, RequestParams, SequenceOutput
 
 TEXT = 3  # tokens of each answer
@@ -20,7 +21,7 @@ class Engine:
     """Admits as a router does; a request that was admitted gets its tokens one by one, in `pace_s` each."""
 
     def __init__(self, pace_s: float = 0.001, **settings: Any) -> None:
-        self.admission = Admission(EngineConfig(model_path="m", **settings))
+        self.admission = Admission(ResolvedSettings.of(EngineConfig(model_path="m", **settings)))
         self.admission.started(1 << 24)
         self.pace_s, self.open, self.most, self.refused = pace_s, 0, 0, 0
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cluster.arch.resolve import ResolvedModels, resolve_models
+from cluster.arch.resolve import ResolvedConfig, resolve_models
 from cluster.bench import command
 from cluster.bench.cases import roofline
 from cluster.bench.cases.roofline import Measured, Size, rows_of
@@ -93,7 +93,7 @@ def test_a_target_alone_and_a_pair_that_writes_its_own_truth() -> None:
 def test_a_device_that_captures_nothing_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Loaded.engine
 
-    def refused(self: Loaded, config: EngineConfig, wrap: Wrap | None, held: Any) -> tuple[Engine, ResolvedModels]:
+    def refused(self: Loaded, config: EngineConfig, wrap: Wrap | None, held: Any) -> tuple[Engine, ResolvedConfig]:
         if config.capture == "on":
             raise ConfigError("capture on runs elsewhere")
         return real(self, config, wrap, held)

@@ -1,0 +1,77 @@
+"""Where settings become facts. Other modules take the facts, and derive none of them from the settings again.
+
+A replica knows the settings alone, and has `ResolvedSettings`. A rank has the checkpoints and the device too:
+`arch/resolve.py` adds the facts that follow from these, and makes a `ResolvedConfig`.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+from cluster.config.engine_config import EngineConfig
+from cluster.config.tree_shape import TreeShape, tiers, tree_shape
+
+UNLIMITED = 1 << 30
+"""The number of prompt rows per step that stands for no limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedSettings:
+    """The facts that the settings of an engine decide. Sizes are in rows or tokens.
+
+    `settings` are the settings themselves, for those that are facts as they are. `shape` is the deepest tree, `tiers`
+    are all trees by depth, and `forced_shape` is the deepest tree with all nodes that a grammar may add. A step runs at
+    most `chunk_rows` prompt rows on each rank, and at most `mixed_rows` if some request decodes. `paced` says that a
+    share of the step's time limits these as well. `group_size` is the number of ranks in an attention group.
+    """
+
+    settings: EngineConfig
+    shape: TreeShape
+    tiers: tuple[TreeShape, ...]
+    forced_shape: TreeShape
+    chunk_rows: int
+    mixed_rows: int
+    paced: bool
+    group_size: int
+    fp8_cache: bool
+    draft_is_sharded: bool
+
+    @classmethod
+    def of(cls, settings: EngineConfig, **more: Any) -> Self:
+        """Return the facts that `settings` decide, and `more` fields of a subclass. For a draft with MTP layers the
+        settings must hold its depth, as `resolve_models` fills it in.
+
+        Raises:
+            ConfigError: the tree cannot be; see `tree_shape`.
+        """
+        shape, rows, mixed = tree_shape(settings), settings.chunked_prefill_size, settings.mixed_prefill_size
+        chunk_rows = rows if rows > 0 else UNLIMITED
+        return cls(
+            settings=settings,
+            shape=shape,
+            tiers=tiers(shape),
+            forced_shape=shape.forcing(),
+            chunk_rows=chunk_rows,
+            mixed_rows=chunk_rows if mixed is None else min(chunk_rows, mixed),
+            paced=mixed is None,
+            group_size=settings.tp_size // settings.attn_dp_size,
+            fp8_cache=settings.kv_cache_dtype == "fp8_e4m3",
+            draft_is_sharded=settings.speculative_draft_parallel == "sharded",
+            **more,
+        )
+
+    @property
+    def positions_beyond(self) -> int:
+        """How many positions the rows of a step may lie beyond the longest committed length that the host knows. The
+        depth of a tree counts twice, as the host may not know yet how much of the tree before was accepted.
+        """
+        return 2 * self.forced_shape.num_steps + 3
+
+    def levels_at(self, decodes: int) -> int:
+        """Return the most tree levels of a step in which `decodes` requests of a rank decode."""
+        limits = self.settings.speculative_batch_tiers.items()
+        return min([self.shape.num_steps, *(most for count, most in limits if decodes >= count)])
+
+
+def tokenizer_folder(settings: EngineConfig) -> str:
+    """Return the folder of the tokenizer, which is the target's unless it is set."""
+    return settings.tokenizer_path or settings.model_path

@@ -1,0 +1,167 @@
+"""Settings become facts in one place, and nowhere else."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.arch.resolve import resolve_models
+from cluster.config import EngineConfig
+from cluster.config.resolved import UNLIMITED, ResolvedSettings, tokenizer_folder
+from cluster.config.tree_shape import PLAIN
+from tests.parity.harness import tiny_pair
+
+ROOT = Path(__file__).resolve().parents[3]
+RESOLVING = ("cluster/config/", "cluster/arch/resolve.py")
+FACTS = {
+    "chunked_prefill_size",
+    "context_length",
+    "dtype",
+    "kv_cache_dtype",
+    "mixed_prefill_size",
+    "overlap",
+    "speculative_algorithm",
+    "speculative_batch_tiers",
+    "speculative_draft_parallel",
+    "speculative_eagle_topk",
+    "speculative_forced_rows",
+    "speculative_forced_tokens",
+    "speculative_num_draft_tokens",
+    "speculative_num_steps",
+}
+"""Settings that are resolved: nobody else reads them from the settings."""
+SHOWN = {
+    ("cluster/engine/build.py", "speculative_batch_tiers"),  # `RankInfo` has the setting
+    ("cluster/engine/workspace.py", "chunked_prefill_size"),  # a message quotes the setting
+    ("cluster/bench/rank_process.py", "overlap"),  # of a simulated device, which the engine does not know
+}
+AUTO = {
+    "cluster/arch/dtypes.py": "dtype and kv_cache_dtype, which resolving asks",
+    "cluster/engine/backends.py": "attention_backend: what a machine has is known at its start",
+    "cluster/engine/captures.py": "capture: what kernels can capture is known when models are loaded",
+    "cluster/dp_attention/plan.py": "dp_padding: decided anew for every step",
+    "cluster/api/serve/settings.py": "device: a gang's, from what the cluster has",
+    "cluster/chat/formats/choose.py": "not a setting of the engine",
+    "cluster/api/core/tools.py": "tool_choice of a request",
+    "cluster/api/openai/responses/tools.py": "tool_choice of a request",
+}
+SETTINGS = {"config", "settings", "_config", "engine_config"}  # names under which settings are handed on
+
+
+def nodes() -> Iterator[tuple[str, ast.AST]]:
+    for path in sorted((ROOT / "cluster").rglob("*.py")):
+        where = str(path.relative_to(ROOT))
+        if not where.startswith(RESOLVING):
+            yield from ((where, node) for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+def test_no_other_module_reads_a_setting_that_is_resolved() -> None:
+    found = {
+        (where, node.attr)
+        for where, node in nodes()
+        if isinstance(node, ast.Attribute) and node.attr in FACTS and ast.unparse(node.value).split(".")[-1] in SETTINGS
+    }
+    assert found == SHOWN, "take the field of ResolvedSettings or ResolvedConfig"
+
+
+def test_no_other_module_decides_what_auto_is() -> None:
+    found = {
+        where
+        for where, node in nodes()
+        if isinstance(node, ast.Compare)
+        and any(
+            isinstance(part, ast.Constant) and part.value == "auto"
+            for one in (node.left, *node.comparators)
+            for part in ast.walk(one)
+        )
+    }
+    assert found == AUTO.keys()
+
+
+def test_no_other_module_makes_trees_of_settings() -> None:
+    calls = [(where, node.func) for where, node in nodes() if isinstance(node, ast.Call)]
+    made = {where for where, call in calls if isinstance(call, ast.Name) and call.id in ("tree_shape", "tiers")}
+    forced = {where for where, call in calls if isinstance(call, ast.Attribute) and call.attr == "forcing"}
+    assert (made, forced) == (set(), {"cluster/dp_attention/plan.py"})  # a step has as many forced nodes as it needs
+
+
+def config(**settings: Any) -> EngineConfig:
+    return EngineConfig.model_validate({"model_path": "m", **settings})
+
+
+def eagle(**settings: Any) -> EngineConfig:
+    return config(speculative_draft_model_path="d", **settings)
+
+
+@pytest.mark.parametrize(
+    ("given", "rows"),
+    [
+        ({}, (512, 512, True)),
+        ({"chunked_prefill_size": -1}, (UNLIMITED, UNLIMITED, True)),
+        ({"chunked_prefill_size": 64, "mixed_prefill_size": 16}, (64, 16, False)),
+        ({"chunked_prefill_size": 64, "mixed_prefill_size": 100}, (64, 64, False)),
+        ({"chunked_prefill_size": -1, "mixed_prefill_size": 100}, (UNLIMITED, 100, False)),
+    ],
+)
+def test_how_many_prompt_rows_a_step_has(given: dict[str, int], rows: tuple[int, int, bool]) -> None:
+    resolved = ResolvedSettings.of(config(**given))
+    assert (resolved.chunk_rows, resolved.mixed_rows, resolved.paced) == rows
+
+
+def test_trees_by_tier_and_with_forced_nodes() -> None:
+    plain = ResolvedSettings.of(config())
+    assert (plain.shape, plain.tiers, plain.forced_shape) == (PLAIN, (PLAIN,), PLAIN)
+    deep = ResolvedSettings.of(eagle(speculative_num_steps=3, speculative_eagle_topk=2, speculative_forced_tokens=5))
+    assert [tier.num_steps for tier in deep.tiers] == [0, 1, 2, 3] and deep.tiers[-1] is deep.shape
+    assert [tier.num_draft_tokens for tier in deep.tiers] == [1, 3, 7, 11]
+    assert (deep.forced_shape.num_steps, deep.forced_shape.num_draft_tokens) == (8, 16)
+    assert deep.positions_beyond == 19
+
+
+def test_levels_fall_with_the_load() -> None:
+    resolved = ResolvedSettings.of(eagle(speculative_num_steps=4, speculative_batch_tiers={4: 3, 8: 0, 16: 9}))
+    assert [resolved.levels_at(decodes) for decodes in (0, 3, 4, 7, 8, 16)] == [4, 4, 3, 3, 0, 0]
+
+
+def test_ranks_and_the_draft_s_parts() -> None:
+    resolved = ResolvedSettings.of(eagle(tp_size=8, attn_dp_size=2, speculative_draft_parallel="replicated"))
+    assert (resolved.group_size, resolved.draft_is_sharded) == (4, False)
+
+
+def test_the_tokenizer_is_the_target_s_unless_set() -> None:
+    assert (tokenizer_folder(config()), tokenizer_folder(config(tokenizer_path="t"))) == ("m", "t")
+
+
+@pytest.mark.parametrize(("device", "rows", "ahead"), [("cpu", 4, 0), ("cuda", 256, 1)])
+def test_what_the_device_decides(device: str, rows: int, ahead: int) -> None:
+    target = tiny_pair()[0]
+    resolved = resolve_models(config(model_path=target), device)
+    assert (resolved.device, resolved.forced_rows, resolved.steps_ahead) == (device, rows, ahead)
+    given = config(model_path=target, overlap=False)
+    assert resolve_models(given, device).steps_ahead == 0
+    draft = config(model_path=target, speculative_draft_model_path=tiny_pair()[1], speculative_forced_rows=0)
+    assert resolve_models(draft, device).forced_rows == 0
+
+
+def test_what_the_checkpoint_decides() -> None:
+    target = tiny_pair()[0]
+    resolved = resolve_models(config(model_path=target))
+    promised = resolved.target.max_position
+    assert (resolved.dtype, resolved.kv_cache_dtype, resolved.fp8_cache) == ("float32", "float32", False)
+    assert resolved.context_length == promised and resolved.longest_chunk == min(512, promised)
+    packed = resolve_models(config(model_path=target, dtype="float64", kv_cache_dtype="fp8_e4m3"))
+    assert (packed.dtype, packed.kv_cache_dtype, packed.fp8_cache) == ("float64", "fp8_e4m3", True)
+    longer = resolve_models(config(model_path=target, context_length=2 * promised, chunked_prefill_size=-1))
+    assert longer.context_length == longer.longest_chunk == 2 * promised
+    fewer = longer.smaller(3, 16)
+    assert (fewer.settings.max_running_requests, fewer.chunk_rows, fewer.longest_chunk) == (3, 16, 16)
+
+
+def test_facts_are_frozen() -> None:
+    resolved = resolve_models(config(model_path=tiny_pair()[0]))
+    for name in ("dtype", "chunk_rows", "settings"):
+        with pytest.raises(FrozenInstanceError):
+            setattr(resolved, name, None)
