@@ -21,11 +21,9 @@ class AttentionBackend(Attend, Protocol):
 
     def prepare(self, bounds: HostBounds) -> None:
         """Prepare a step within `bounds`. Bounds that are wider than necessary do not change results."""
-        ...
 
     def bind(self, seen: AttentionMetadata) -> None:
         """Use `seen` for the attention calls of the next forward. On a GPU this must not wait for the device."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,19 +48,15 @@ class LogitRows(Protocol):
 
     def highest(self) -> Tensor:
         """Return the highest logit of each row."""
-        ...
 
     def kth(self, rank: Tensor) -> Tensor:
         """Return the logit at place `rank` of each row; place 1 is the highest logit."""
-        ...
 
     def weigh(self, top: Tensor, kth: Tensor) -> Tensor:
         """Compute the mass of each logit (`mass_of`), keep it for `reaching`, and return the sum of each row."""
-        ...
 
     def reaching(self, needed: Tensor) -> Tensor:
         """Return the largest threshold so that the logits not below it have at least the mass `needed`."""
-        ...
 
 
 class WholeLogits:

@@ -36,7 +36,6 @@ class Sampler(Protocol):
         """Return the noise of requests with `seeds` `[B]` at `count` positions from `first` `[B]` on, for the tokens
         with `hashes` `[v]`.
         """
-        ...
 
     def best(
         self, values: Tensor, draws: Sequence[SamplingInputs], least: Tensor | None, masks: Tensor | None = None
@@ -46,7 +45,6 @@ class Sampler(Protocol):
         NaN and +inf count as highest, so the returned score tells whether any logit of the row was NaN or +inf. The
         lowest column wins a tie.
         """
-        ...
 
     def likeliest(
         self,
@@ -60,7 +58,6 @@ class Sampler(Protocol):
 
         For a row whose log-softmax is NaN, the columns are 0 to `count - 1`.
         """
-        ...
 
     def found(
         self, values: Tensor, draws: Sequence[SamplingInputs], least: Tensor | None, count: int
@@ -71,7 +68,6 @@ class Sampler(Protocol):
         If `draws` is empty, the lower column comes first in a tie, and the bits of a row do not depend on the number of
         rows.
         """
-        ...
 
 
 class TorchSampler:
