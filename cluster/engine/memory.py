@@ -35,8 +35,9 @@ def allocate(
     Raises:
         ConfigError: not even a short request would fit, or the device has less memory than the settings ask for.
     """
+    assert needs is not None or device.type != "cuda", "what a device has left is measured"
     config, window = models.resolved.config, models.resolved.shape.window
-    capacity = kv_capacity(config, mesh, device, models.token_bytes, context_length, window, needs)
+    capacity = kv_capacity(config, mesh, models.token_bytes, context_length, window, needs)
     return allocate_pages(models, device, context_length, page_count(config, capacity, window), capacity)
 
 
@@ -55,4 +56,4 @@ def allocate_pages(
     first, *others = [bind_attention(layers, *shared) for layers in models.layers]
     boundaries = spec.aux_boundaries if spec is not None and spec.use_aux_hidden_state else ()
     drafts = [DraftRunner(model, *own, watch) for model, own in zip(models.drafts, others, strict=True)]
-    return RankMemory(capacity, cache, TargetRunner(models.target, *first, boundaries, watch), drafts, watch)
+    return RankMemory(capacity, cache, TargetRunner(models.target, *first, watch, boundaries), drafts, watch)

@@ -13,22 +13,13 @@ from cluster.kernels.quantised import Quantised
 
 
 class Weight(ABC):
-    """A matrix `[inputs, outputs]` that rows are multiplied by. Each class has its own memory layout and product."""
+    """A matrix of `shape` (inputs, outputs) that rows of `dtype` are multiplied by; it takes `nbytes` bytes of memory.
+    Each class has its own memory layout and product.
+    """
 
-    @property
-    @abstractmethod
-    def shape(self) -> tuple[int, int]:
-        """(inputs, outputs)."""
-
-    @property
-    @abstractmethod
-    def dtype(self) -> torch.dtype:
-        """The dtype of rows and results."""
-
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Bytes of memory."""
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    nbytes: int
 
     @abstractmethod
     def __call__(self, rows: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -40,12 +31,9 @@ class Weight(ABC):
 
 
 class Stack(ABC):
-    """A matrix `[inputs, outputs]` for each of E experts."""
+    """A matrix `[inputs, outputs]` for each of E experts, in `nbytes` bytes of memory."""
 
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Bytes of memory."""
+    nbytes: int
 
     @abstractmethod
     def __call__(self, rows: Tensor, ends: Tensor) -> Tensor:

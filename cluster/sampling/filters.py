@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cluster.batch import SamplingBatch
 from cluster.sampling.radix_select import search
-from cluster.sampling.row_blocks import blocks
+from cluster.sampling.row_blocks import blocks, concat
 
 MASS = 1 << 40  # mass of the likeliest token; the sum over 2**22 equally likely tokens still fits in 63 bits
 AT_ONCE = 2  # temporary numbers per logit while a threshold is computed
@@ -108,4 +108,4 @@ def least_kept(tempered: Tensor, sampling: SamplingBatch) -> Tensor:
     filters = [each[:, None].expand(r, n).reshape(-1, 1) for each in (sampling.top_k, sampling.top_p, sampling.min_p)]
     cuts = blocks(r * n, AT_ONCE * vocab, tempered.device)
     parts = [thresholds(WholeLogits(rows[cut]), *(each[cut] for each in filters)) for cut in cuts]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(r, n, 1)
+    return concat(parts).view(r, n, 1)

@@ -14,7 +14,7 @@ from cluster.kernels.filters import gpu as filters
 from cluster.kernels.launch import INTERPRETED, WIDE, launch, warps, whole
 from cluster.sampling.filters import MASS
 from cluster.sampling.noise import Noise, at_least_float32
-from cluster.sampling.sampling_inputs import SamplingInputs
+from cluster.sampling.sampling_inputs import SamplerInput, SamplingInputs
 from cluster.sampling.token_bitmask import barred
 from cluster.sampling.torch_sampler import FAR, first_of_nan
 
@@ -33,38 +33,25 @@ class TritonSampler:
         launch(gpu.keys_along, (requests,), arguments, BLOCK=whole(count))
         return Noise(keys, hashes, dtype)
 
-    def best(
-        self, values: Tensor, draws: Sequence[SamplingInputs], least: Tensor | None, masks: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def best(self, rows: SamplerInput) -> tuple[Tensor, Tensor]:
         """Return the best column and its score; see `Sampler.best`."""
-        values = values if masks is None else barred(values, masks, None)
-        scores, columns, _ = self._found(values, draws, least, 1, summed=False)
+        scores, columns, _ = self._found(rows, 1, summed=False)
         return columns[:, 0], scores[:, 0]
 
-    def likeliest(
-        self,
-        values: Tensor,
-        draws: Sequence[SamplingInputs],
-        least: Tensor | None,
-        count: int,
-        masks: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def likeliest(self, rows: SamplerInput, count: int) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and columns of the best; see `Sampler.likeliest`."""
-        values = values if masks is None else barred(values, masks, None)
-        scores, columns, total = self._found(values, draws, least, count, summed=True)
+        scores, columns, total = self._found(rows, count, summed=True)
         likely = scores - total.masked_fill(total.isinf(), float("nan"))
         return likely, first_of_nan(likely, columns)
 
-    def found(
-        self, values: Tensor, draws: Sequence[SamplingInputs], least: Tensor | None, count: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def found(self, rows: SamplerInput, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the best of a shard and its log-sum-exp; see `Sampler.found`."""
-        return self._found(values, draws, least, min(count, values.shape[1]), summed=True)
+        return self._found(rows, min(count, rows.values.shape[1]), summed=True)
 
-    def _found(
-        self, values: Tensor, draws: Sequence[SamplingInputs], least: Tensor | None, count: int, summed: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _found(self, inputs: SamplerInput, count: int, summed: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Return scores and columns `[T, count]`, and the log-sum-exp `[T, 1]`, which is computed only if `summed`."""
+        values, draws, least, masks = inputs
+        values = values if masks is None else barred(values, masks, None)
         rows, size = values.shape
         if not 1 <= count <= size:
             raise ValueError(f"{count} of {size} columns")

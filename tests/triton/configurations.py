@@ -21,7 +21,7 @@ from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
 from cluster.kv.triton_pool import TritonPool
 from cluster.sampling.noise import Noise
-from cluster.sampling.sampling_inputs import SamplingInputs
+from cluster.sampling.sampling_inputs import SamplerInput, SamplingInputs
 from cluster.sampling.triton_sampler import TritonSampler, least_kept
 from cluster.spec.triton_tree import TritonGrowth, accept
 from tests.triton.compiling import Started, watching
@@ -122,8 +122,8 @@ def chosen() -> Iterator[tuple[str, Started]]:
     logits = torch.zeros(rows, vocab, dtype=torch.bfloat16)
     for name, draw in (("greedy", SamplingInputs(1, sampling, None)), ("sampled", SamplingInputs(1, sampling, noise))):
         with watching() as seen:
-            TritonSampler().best(logits, [draw], torch.zeros(rows, 1) if draw.noise else None)
-            TritonSampler().likeliest(logits, [draw], None, 8)
+            TritonSampler().best(SamplerInput(logits, [draw], torch.zeros(rows, 1) if draw.noise else None))
+            TritonSampler().likeliest(SamplerInput(logits, [draw]), 8)
         yield from ((f"{one.program.__name__}, {name}", one) for one in seen)
     filtered = replace(sampling, filtered=True)
     for dtype in (torch.bfloat16, torch.float32):
