@@ -134,7 +134,7 @@ class TritonAttention:
 
     def _attend_tree(self, call: LayerCall, tree: TreeRows, before: Before | None = None) -> None:
         """Attend the tree's rows. If `before` is given, attend positions from `before.until` on, and merge both."""
-        bits = with_rows_whole(tree.bits)
+        bits, pages = with_rows_whole(tree.bits), self._table.device_pages
         requests, (_, each, words) = tree.rows.shape[0], bits.shape
         # After `before`, little more than the window is left to read. The window is short, and its masks take
         # registers, so use fewer lines.
@@ -147,7 +147,12 @@ class TritonAttention:
             shape = requests * each, self._heads, splits, self._constants["WIDTH"] + 2
             partials = call.q.new_empty(shape, dtype=torch.promote_types(call.q.dtype, torch.float32))
         arguments = attend.AttendArguments(
-            *(call.q, call.memory, self._table.device_pages, call.bad, call.sinks, call.out),
+            q=call.q,
+            memory=call.memory,
+            pages=pages,
+            bad=call.bad,
+            sinks=call.sinks,
+            out=call.out,
             partials=partials,
             tables=tree.rows,
             starts=tree.lens,
@@ -160,7 +165,7 @@ class TritonAttention:
             each=each,
             width=tree.width,
             chunks=0,
-            pages_each=self._table.device_pages.stride(0),
+            pages_each=pages.stride(0),
             first=call.first,
             window=call.window,
             scale=self._scale * LOG2E,
@@ -180,15 +185,17 @@ class TritonAttention:
             **self._constants,
         )
         if partials is not None:
-            self._join(call._replace(out=call.out[: requests * each]), before, partials, each)
+            self._join(call, before, partials, each)
 
     def _join(self, call: LayerCall, before: Before | None, partials: Tensor | None = None, each: int = 1) -> None:
-        """Merge `partials` (if not None) and `before` into `call.out`; a request has `each` rows."""
-        splits = 0 if partials is None else partials.shape[2]
+        """Merge `partials` and `before` into the first rows of `call.out`: those of `partials`, or all if it is None. A
+        request has `each` rows.
+        """
+        rows, splits = (call.out.shape[0], 0) if partials is None else (partials.shape[0], partials.shape[2])
         values, lse, until = before or (None, None, None)
         launch(
             join.join,
-            (call.out.shape[0], self._heads),
+            (rows, self._heads),
             join.JoinArguments(partials, call.bad, call.sinks, values, lse, until, call.out, each),
             SINKS=call.sinks is not None,
             BEFORE=before is not None,
@@ -201,12 +208,17 @@ class TritonAttention:
 
     def _attend_text(self, call: LayerCall, text: PromptRows, first_row: int) -> None:
         """Attend the prompt rows, which begin at batch row `first_row`."""
-        chunks, rows = text.rows.shape[0], call.q.shape[0] - first_row
+        chunks, rows, pages = text.rows.shape[0], call.q.shape[0] - first_row, self._table.device_pages
         blocks = self._blocks(rows, text=True)
         # At least sum_i ceil(rows_i * rep / lines), whatever the lengths rows_i; surplus tasks have no rows.
         tasks = -(-rows * self._heads // self._kv_heads // blocks.lines) + chunks
         arguments = attend.AttendArguments(
-            *(call.q, call.memory, self._table.device_pages, call.bad, call.sinks, call.out),
+            q=call.q,
+            memory=call.memory,
+            pages=pages,
+            bad=call.bad,
+            sinks=call.sinks,
+            out=call.out,
             partials=None,
             tables=text.rows,
             starts=text.starts,
@@ -219,7 +231,7 @@ class TritonAttention:
             each=0,
             width=0,
             chunks=chunks,
-            pages_each=self._table.device_pages.stride(0),
+            pages_each=pages.stride(0),
             first=call.first,
             window=call.window,
             scale=self._scale * LOG2E,

@@ -74,7 +74,7 @@ def test_a_pool_in_fp8_is_not_taken() -> None:
     one, cell = Case(4, 2, (9, 20), (-1,), (), 4, "run"), (2, 2, 8)
     coded = KVPool(1, 64, cell, torch.float64, CPU, CodedCell(cell))
     with pytest.raises(AssertionError, match="other scales"):
-        maker(one, 0)(coded, one.table, 4, (None,), 0.3, 8)
+        maker(one, 0)(coded, one.table, AttentionShape(4, (None,), 0.3, 8))
 
 
 class Steps:
@@ -97,7 +97,7 @@ class Steps:
 @pytest.fixture
 def plans() -> Iterator[RunnerPlans]:
     one = Case(4, 2, (9, 20), (-1,), (), 4, "run")
-    made = maker(one, 0)(KVPool(1, 64, (2, 2, 8), torch.float64, CPU), one.table, 4, (None,), 0.3, 8)
+    made = maker(one, 0)(KVPool(1, 64, (2, 2, 8), torch.float64, CPU), one.table, AttentionShape(4, (None,), 0.3, 8))
     yield made._plans
     DEVICE.read = DEVICE.begun
 
