@@ -35,9 +35,8 @@ def allocate(
     Raises:
         ConfigError: not even a short request would fit, or the device has less memory than the settings ask for.
     """
-    assert needs is not None or device.type != "cuda", "what a device has left is measured"
     config, window = models.resolved.config, models.resolved.shape.window
-    capacity = kv_capacity(config, mesh, models.token_bytes, context_length, window, needs)
+    capacity = kv_capacity(config, mesh, device, models.token_bytes, context_length, window, needs)
     return allocate_pages(models, device, context_length, page_count(config, capacity, window), capacity)
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from cluster.config import ConfigError, EngineConfig
 from cluster.distributed.mesh import Mesh
 from cluster.kv.free_memory import free_memory
@@ -65,7 +67,13 @@ class Needs(NamedTuple):
 
 
 def kv_capacity(
-    config: EngineConfig, mesh: Mesh, token_bytes: int, context_length: int, window: int, needs: Needs | None = None
+    config: EngineConfig,
+    mesh: Mesh,
+    device: torch.device,
+    token_bytes: int,
+    context_length: int,
+    window: int,
+    needs: Needs | None = None,
 ) -> Capacity:
     """Return the KV capacity of one rank, equal on every rank of the gang. Call it after all models are loaded.
 
@@ -86,6 +94,7 @@ def kv_capacity(
     """
     if needs is not None:
         return _of_device(config, needs, token_bytes, context_length, window)
+    assert device.type != "cuda", "what a device has left is measured"
     if config.max_total_tokens is not None:
         return Capacity(config.max_total_tokens, "max_total_tokens")
     most, enough = _most(config, context_length, window)

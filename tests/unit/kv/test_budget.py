@@ -25,7 +25,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 def capacity(context: int = 10**6, window: int = 5, mesh: Mesh | None = None, **settings: object) -> Capacity:
     config = EngineConfig(model_path="", **settings)
-    return kv_capacity(config, mesh or Mesh(), TOKEN, context, window)
+    return kv_capacity(config, mesh or Mesh(), CPU, TOKEN, context, window)
 
 
 def test_explicit_sizes_are_taken_as_they_are() -> None:
@@ -107,7 +107,7 @@ NEEDS = Needs(total=100 * GB, free=70 * GB, weights=25 * GB, workspace=8 * GB, g
 
 def of_device(needs: Needs = NEEDS, context: int = 10**8, **settings: object) -> Capacity:
     config = EngineConfig(model_path="", **settings)
-    return kv_capacity(config, Mesh(), TOKEN, context, 5, needs)
+    return kv_capacity(config, Mesh(), torch.device("cuda", 0), TOKEN, context, 5, needs)
 
 
 def test_a_device_gives_what_is_left_but_for_the_sink_page() -> None:
