@@ -4,7 +4,6 @@ Its results equal those of `TorchAttention` up to rounding. In addition, the exa
 cells that the row sees, not on the batch or the tree (`kernels/attend/attend.c`).
 """
 
-from collections.abc import Sequence
 from ctypes import Structure, byref, c_double, c_int64, c_void_p
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cluster.attention.kernel_layout import fitting, with_rows_whole
+from cluster.attention.shape import AttentionShape
 from cluster.batch import AttentionMetadata, HostBounds
 from cluster.capture.recorder import native
 from cluster.kernels.library import Library
@@ -28,7 +28,7 @@ NUMBERS = (
 )
 
 
-class AttendArguments(Structure):
+class AttendStruct(Structure):
     """The C struct `aerie_attend`, field by field."""
 
     _fields_ = (
@@ -41,36 +41,27 @@ class AttendArguments(Structure):
 class CAttention:
     """Attention over one runner's pool, by the C function of a `library`."""
 
-    def __init__(
-        self,
-        pool: KVPool,
-        table: PageTable,
-        heads: int,
-        sliding_windows: Sequence[int | None],
-        scale: float | None,
-        value_dim: int | None,
-        library: Library,
-    ) -> None:
+    def __init__(self, pool: KVPool, table: PageTable, shape: AttentionShape, library: Library) -> None:
         """Bind to a pool of float64, float32 or bfloat16. The arguments are as in `TorchAttention`."""
         parts, kv_heads, size = pool.cell
         self._run = library.functions["attend", pool.dtype]
         self._pool, self._pages = pool, table.device_pages  # keeps alive the memory that `_fixed` points to
-        self._windows = [window or 0 for window in sliding_windows or (None,) * pool.layers]
-        self._heads, self._value_dim = heads, size if value_dim is None else value_dim
+        heads, windows, scale, value_dim = shape.filled(pool)
+        self._heads, self._value_dim, self._windows = heads, value_dim, [window or 0 for window in windows]
         self._fixed: dict[str, Any] = {
             "pages": table.device_pages.data_ptr(),
             "parts": parts,
             "heads": heads,
             "kv_heads": kv_heads,
             "size": size,
-            "value": self._value_dim,
+            "value": value_dim,
             "pages_each": table.device_pages.shape[1],
             "page_size": table.page_size,
             "coded": 0 if pool.coded is None else pool.coded.nbytes,
-            "scale": size**-0.5 if scale is None else scale,
+            "scale": scale,
         }
         self._held: list[Tensor] = []  # keeps alive the tensors that `_bound` points to
-        self._bound = AttendArguments()
+        self._bound = AttendStruct()
 
     def prepare(self, bounds: HostBounds) -> None:
         """Begin a step. The C kernel reads lengths from the tensors themselves, so it needs no bounds."""
@@ -78,7 +69,7 @@ class CAttention:
     def bind(self, seen: AttentionMetadata) -> None:
         """Use `seen` for the calls of the next forward."""
         given = {"write": seen.write}
-        bound = AttendArguments(**self._fixed, first=seen.first)
+        bound = AttendStruct(**self._fixed, first=seen.first)
         if (tree := seen.tree) is not None:
             bits = with_rows_whole(tree.bits)
             given |= {"tree_rows": tree.rows, "tree_lens": tree.lens, "bits": bits}
@@ -96,7 +87,7 @@ class CAttention:
         """Write kv `[T, 2, nkv, d]` or `[T, 1, 1, d]` to the pool, then attend q `[T, nh, d]` -> `[T, nh * dv]`."""
         q, kv = fitting(q, kv, self._pool)
         out = q.new_empty(q.shape[0], self._heads * self._value_dim)
-        given = AttendArguments.from_buffer_copy(self._bound)  # a recorded call keeps its own arguments
+        given = AttendStruct.from_buffer_copy(self._bound)  # a recorded call keeps its own arguments
         given.memory, given.q, given.kv = self._pool.kv[layer].data_ptr(), q.data_ptr(), kv.data_ptr()
         given.sinks = None if sinks is None else sinks.data_ptr()
         given.out, given.window = out.data_ptr(), self._windows[layer]

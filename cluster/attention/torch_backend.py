@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cluster.attention.cells import CellPiece
 from cluster.attention.gather import AttentionCall, Gather, GatherSpec
+from cluster.attention.shape import AttentionShape
 from cluster.batch import AttentionMetadata, HostBounds
 from cluster.capture.recorder import native, opaque
 from cluster.kv.codes import coded, decoded, largest
@@ -36,29 +37,14 @@ def kept_out(q: Tensor, kv: Tensor, most: float | None = None) -> tuple[Tensor, 
 class TorchAttention:
     """Attention over one runner's pool, bound to pool and page table at construction: a batch never carries a pool."""
 
-    def __init__(
-        self,
-        pool: KVPool,
-        gather: Gather,
-        heads: int,
-        sliding_windows: Sequence[int | None] = (),
-        scale: float | None = None,
-        value_dim: int | None = None,
-    ) -> None:
-        """`sliding_windows` has for each layer the number of tokens that a row sees, itself included; None means all.
-        If it is empty, no layer has a sliding window.
-
-        If `scale` is None, it is d ** -0.5. A pool whose cells have one part holds latents (MLA); the first `value_dim`
-        numbers of a latent are its value.
-        """
-        self._memory, self._gather, self._heads = [pool.kv[at] for at in range(pool.layers)], gather, heads
+    def __init__(self, pool: KVPool, gather: Gather, shape: AttentionShape) -> None:
+        """Bind to a pool. `gather` turns the page table of the rank into attention calls."""
+        self._memory, self._gather = [pool.kv[at] for at in range(pool.layers)], gather
         self._coded, self._dtype = pool.coded, pool.dtype
         self._most = None if pool.coded is None else largest(pool.dtype)
         _, self._kv_heads, self._head_dim = pool.cell
-        self._windows = tuple(sliding_windows) or (None,) * pool.layers
-        self._scale = self._head_dim**-0.5 if scale is None else scale
-        self._value_dim = self._head_dim if value_dim is None else value_dim
-        self._repeat, cell = heads // self._kv_heads, prod(pool.cell) * pool.dtype.itemsize
+        self._heads, self._windows, self._scale, self._value_dim = shape.filled(pool)
+        self._repeat, cell = self._heads // self._kv_heads, prod(pool.cell) * pool.dtype.itemsize
         self._reader = GatherSpec(cell, self._repeat, pool.dtype, set(self._windows))
         self._write: Tensor | None = None
         self._parts: list[AttentionCall] = []

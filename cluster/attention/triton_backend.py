@@ -4,7 +4,6 @@ Its results equal those of `TorchAttention` up to rounding. No launch argument d
 hold the launches.
 """
 
-from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -12,15 +11,17 @@ import torch
 from torch import Tensor
 
 from cluster.attention.kernel_layout import fitting, with_rows_whole
+from cluster.attention.shape import AttentionShape
 from cluster.batch import AttentionMetadata, HostBounds, PromptRows, TreeRows
-from cluster.kernels.attend import gpu
+from cluster.kernels.attend import gpu as attend
+from cluster.kernels.join import gpu as join
 from cluster.kernels.launch import INTERPRETED, WIDE, launch, whole
-from cluster.kernels.store.gpu import store, store_coded
+from cluster.kernels.store import gpu as store
 from cluster.kv.codes import largest
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
 
-LOG2E = gpu.LOG2E.value
+LOG2E = attend.LOG2E.value
 MOST_SPLITS = 64
 JOINED = 16  # splits whose values fit a program's registers together
 INTERPRETED_PROCESSORS = 4  # more than one, so that tests in the interpreter also run with splits
@@ -37,24 +38,29 @@ class Before(NamedTuple):
     until: Tensor | None = None
 
 
+class LayerCall(NamedTuple):
+    """One call of attention: q `[T, nh, d]` over a layer's cells in `memory` -> `out` `[T, nh * dv]`. `bad` `[T]` marks
+    rows whose cells are not finite. `first` is as in `AttentionMetadata`; `window` is the sliding window, 0 for none.
+    """
+
+    q: Tensor
+    memory: Tensor
+    bad: Tensor
+    sinks: Tensor | None
+    out: Tensor
+    first: int
+    window: int
+
+
 class TritonAttention:
     """Attention over one runner's pool, by Triton kernels."""
 
-    def __init__(
-        self,
-        pool: KVPool,
-        table: PageTable,
-        heads: int,
-        sliding_windows: Sequence[int | None],
-        scale: float | None,
-        value_dim: int | None,
-    ) -> None:
+    def __init__(self, pool: KVPool, table: PageTable, shape: AttentionShape) -> None:
         """Bind to a pool. The arguments are as in `TorchAttention`."""
         parts, kv_heads, size = pool.cell
+        heads, windows, self._scale, self._value_dim = shape.filled(pool)
         self._pool, self._table, self._heads, self._kv_heads = pool, table, heads, kv_heads
-        self._windows = [window or 0 for window in sliding_windows or (None,) * pool.layers]
-        self._value_dim = size if value_dim is None else value_dim
-        self._scale = size**-0.5 if scale is None else scale
+        self._windows = [window or 0 for window in windows]
         self._processors = processors_of(pool.kv.device)
         # Triton's blocks are powers of two, so a key of 576 numbers is read as FRONT = 512 and BACK = 64.
         front = 1 << (size.bit_length() - 1)
@@ -91,36 +97,44 @@ class TritonAttention:
         (q, kv), memory = fitting(q, kv, self._pool), self._pool.kv[layer]
         bad = torch.empty(count, dtype=torch.int32, device=q.device)
         self._store(kv, seen.write, memory, bad)
-        rows = 0 if seen.tree is None else seen.tree.rows.shape[0] * seen.tree.bits.shape[1]
+        tree_rows = 0 if seen.tree is None else seen.tree.rows.shape[0] * seen.tree.bits.shape[1]
         # A step may be padded to more prompt rows than its chunks have. No kernel writes padded rows, so they start as
         # 0.
-        make = q.new_empty if rows == count else q.new_zeros
+        make = q.new_empty if tree_rows == count else q.new_zeros
         out = make(count, self._heads * self._value_dim)
-        given = q, memory, self._table.device_pages, bad, sinks, out
+        call = LayerCall(q, memory, bad, sinks, out, seen.first, self._windows[layer])
         if seen.tree is not None:
-            self._attend_tree(given, seen.tree, seen.first, self._windows[layer])
+            self._attend_tree(call, seen.tree)
         if seen.text is not None:
-            self._attend_text(given, seen.text, rows, seen.first, self._windows[layer])
+            self._attend_text(call, seen.text, tree_rows)
         return out
 
     def _store(self, kv: Tensor, write: Tensor, memory: Tensor, bad: Tensor) -> None:
         """Write new cells to slots `write`, and note in `bad` the rows whose cells are not finite."""
-        count, numbers, coded = kv.shape[0], self._constants["NUMBERS"], self._pool.coded
+        numbers, coded = self._constants["NUMBERS"], self._pool.coded
+        arguments = store.StoreArguments(kv, write, memory, bad, kv.stride(0))
         if coded is None:
-            launch(store, (count,), kv, write, memory, bad, kv.stride(0), CELL=numbers, BLOCK=whole(numbers))
+            launch(store.store, (kv.shape[0],), arguments, CELL=numbers, BLOCK=whole(numbers))
             return
         (groups, size), *rest = coded.groups
         more = rest[0][1] if rest else 0
-        how = {"NUMBERS": numbers, "GROUPS": groups, "SIZE": size, "REST": more, "BYTES": coded.nbytes}
-        blocks = {"ALL": whole(numbers), "BLOCK": whole(max(size, more)), "WIDE": self._wide["WIDE"]}
-        given = kv, write, memory, bad, kv.stride(0), largest(self._pool.dtype)
-        launch(store_coded, (count,), *given, **how, **blocks)
+        launch(
+            store.store_coded,
+            (kv.shape[0],),
+            store.StoreCodedArguments(*arguments, most=largest(self._pool.dtype)),
+            NUMBERS=numbers,
+            GROUPS=groups,
+            SIZE=size,
+            REST=more,
+            BYTES=coded.nbytes,
+            WIDE=self._wide["WIDE"],
+            ALL=whole(numbers),
+            BLOCK=whole(max(size, more)),
+        )
 
-    def _attend_tree(
-        self, given: tuple[Tensor | None, ...], tree: TreeRows, first: int, window: int, before: Before | None = None
-    ) -> None:
+    def _attend_tree(self, call: LayerCall, tree: TreeRows, before: Before | None = None) -> None:
         """Attend the tree's rows. If `before` is given, attend positions from `before.until` on, and merge both."""
-        bits = with_rows_whole(tree.bits)
+        bits, pages = with_rows_whole(tree.bits), self._table.device_pages
         requests, (_, each, words) = tree.rows.shape[0], bits.shape
         # After `before`, little more than the window is left to read. The window is short, and its masks take
         # registers, so use fewer lines.
@@ -128,53 +142,114 @@ class TritonAttention:
         # A request has ceil(each * rep / lines) tasks, with rep query heads for each KV head.
         tasks = requests * -(-each * self._heads // self._kv_heads // blocks.lines)
         splits = 1 if before is not None else self._splits(tasks * self._kv_heads)
-        partials, until = None, None if before is None else before.until
-        q, _, pages, bad, sinks, out = given
-        assert q is not None and pages is not None and bad is not None and out is not None
+        partials = None
         if splits > 1 or before is not None:
             shape = requests * each, self._heads, splits, self._constants["WIDTH"] + 2
-            partials = torch.empty(shape, device=q.device, dtype=torch.promote_types(q.dtype, torch.float32))
-        strides = q.stride(0), 0 if bits.shape[0] == 1 else bits.stride(0)
-        numbers = *strides, 0, each, tree.width, 0, pages.stride(0), first, window, self._scale * LOG2E
-        where = partials, tree.rows, tree.lens, bits, None, until
-        how = {"TEXT": False, "SINKS": sinks is not None, "WORDS": words, "SPLITS": splits, **blocks.constants}
-        how |= {"APART": before is not None, "WINDOWED": max(window, first) > 0 or before is not None, "CHUNKS": 1}
-        launch(gpu.attend, (tasks, self._kv_heads, splits), *given, *where, *numbers, **how, **self._constants)
+            partials = call.q.new_empty(shape, dtype=torch.promote_types(call.q.dtype, torch.float32))
+        arguments = attend.AttendArguments(
+            q=call.q,
+            memory=call.memory,
+            pages=pages,
+            bad=call.bad,
+            sinks=call.sinks,
+            out=call.out,
+            partials=partials,
+            tables=tree.rows,
+            starts=tree.lens,
+            bits=bits,
+            indptr=None,
+            until=None if before is None else before.until,
+            q_stride=call.q.stride(0),
+            bits_stride=0 if bits.shape[0] == 1 else bits.stride(0),
+            first_row=0,
+            each=each,
+            width=tree.width,
+            chunks=0,
+            pages_each=pages.stride(0),
+            first=call.first,
+            window=call.window,
+            scale=self._scale * LOG2E,
+        )
+        launch(
+            attend.attend,
+            (tasks, self._kv_heads, splits),
+            arguments,
+            TEXT=False,
+            SINKS=call.sinks is not None,
+            WORDS=words,
+            SPLITS=splits,
+            APART=before is not None,
+            WINDOWED=max(call.window, call.first) > 0 or before is not None,
+            CHUNKS=1,
+            **blocks.constants,
+            **self._constants,
+        )
         if partials is not None:
-            self._join(partials, splits, bad, sinks, before, out[: requests * each], each)
+            self._join(call, before, partials, each)
 
-    def _join(
-        self,
-        partials: Tensor | None,
-        splits: int,
-        bad: Tensor,
-        sinks: Tensor | None,
-        before: Before | None,
-        out: Tensor,
-        each: int = 1,
-    ) -> None:
-        """Merge `partials` (if not None) and `before` into `out` `[T, nh * dv]`; a request has `each` rows."""
-        how = {"SINKS": sinks is not None, "BEFORE": before is not None, "SPLITS": splits}
-        how["AT_ONCE"] = max(1, min(splits, JOINED))
-        sizes = {"HEADS": self._heads, "VALUE": self._value_dim}
-        given = partials, bad, sinks, *(before or (None, None, None)), out, each
-        launch(gpu.join, (out.shape[0], self._heads), *given, **how, **sizes, **self._wide)
+    def _join(self, call: LayerCall, before: Before | None, partials: Tensor | None = None, each: int = 1) -> None:
+        """Merge `partials` and `before` into the first rows of `call.out`: those of `partials`, or all if it is None. A
+        request has `each` rows.
+        """
+        rows, splits = (call.out.shape[0], 0) if partials is None else (partials.shape[0], partials.shape[2])
+        values, lse, until = before or (None, None, None)
+        launch(
+            join.join,
+            (rows, self._heads),
+            join.JoinArguments(partials, call.bad, call.sinks, values, lse, until, call.out, each),
+            SINKS=call.sinks is not None,
+            BEFORE=before is not None,
+            HEADS=self._heads,
+            VALUE=self._value_dim,
+            SPLITS=splits,
+            AT_ONCE=max(1, min(splits, JOINED)),
+            **self._wide,
+        )
 
-    def _attend_text(
-        self, given: tuple[Tensor | None, ...], text: PromptRows, after: int, first: int, window: int
-    ) -> None:
-        """Attend the prompt rows, which begin at batch row `after`."""
-        q, _, pages, _, sinks, _ = given
-        assert q is not None and pages is not None
-        chunks, rows = text.rows.shape[0], q.shape[0] - after
+    def _attend_text(self, call: LayerCall, text: PromptRows, first_row: int) -> None:
+        """Attend the prompt rows, which begin at batch row `first_row`."""
+        chunks, rows, pages = text.rows.shape[0], call.q.shape[0] - first_row, self._table.device_pages
         blocks = self._blocks(rows, text=True)
         # At least sum_i ceil(rows_i * rep / lines), whatever the lengths rows_i; surplus tasks have no rows.
         tasks = -(-rows * self._heads // self._kv_heads // blocks.lines) + chunks
-        numbers = q.stride(0), 0, after, 0, 0, chunks, pages.stride(0), first, window, self._scale * LOG2E
-        where = None, text.rows, text.starts, None, text.indptr, None
-        how = {"TEXT": True, "SINKS": sinks is not None, "WORDS": 1, "SPLITS": 1, "APART": False}
-        how |= {"WINDOWED": max(window, first) > 0, "CHUNKS": whole(chunks), **blocks.constants}
-        launch(gpu.attend, (tasks, self._kv_heads, 1), *given, *where, *numbers, **how, **self._constants)
+        arguments = attend.AttendArguments(
+            q=call.q,
+            memory=call.memory,
+            pages=pages,
+            bad=call.bad,
+            sinks=call.sinks,
+            out=call.out,
+            partials=None,
+            tables=text.rows,
+            starts=text.starts,
+            bits=None,
+            indptr=text.indptr,
+            until=None,
+            q_stride=call.q.stride(0),
+            bits_stride=0,
+            first_row=first_row,
+            each=0,
+            width=0,
+            chunks=chunks,
+            pages_each=pages.stride(0),
+            first=call.first,
+            window=call.window,
+            scale=self._scale * LOG2E,
+        )
+        launch(
+            attend.attend,
+            (tasks, self._kv_heads, 1),
+            arguments,
+            TEXT=True,
+            SINKS=call.sinks is not None,
+            WORDS=1,
+            SPLITS=1,
+            APART=False,
+            WINDOWED=max(call.window, call.first) > 0,
+            CHUNKS=whole(chunks),
+            **blocks.constants,
+            **self._constants,
+        )
 
     def _blocks(self, rows: int, text: bool = False, most: int = 128) -> "Blocks":
         """Return the block sizes for requests of `rows` rows, with at most `most` lines at once."""

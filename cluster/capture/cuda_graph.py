@@ -25,23 +25,18 @@ class Segments(Protocol):
 
     def ready(self) -> None:
         """Prepare for a capture: wait for all queued work, and release unused cached memory."""
-        ...
 
     def begin(self) -> None:
         """Begin to capture a segment."""
-        ...
 
     def end(self) -> Callable[[], object]:
         """End the segment; return a function that launches it."""
-        ...
 
     def drop(self) -> None:
         """Discard the segment under capture, after an error."""
-        ...
 
     def held(self) -> int:
         """Return the bytes of memory that captured programs work in."""
-        ...
 
 
 class Graph(Generic[T]):

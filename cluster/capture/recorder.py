@@ -34,16 +34,13 @@ class Captured(Protocol[T_co]):
     @property
     def output(self) -> T_co:
         """What the program returned: tensors that every replay overwrites."""
-        ...
 
     @property
     def bytes(self) -> int:
         """The memory that this program added to that of all programs."""
-        ...
 
     def replay(self) -> None:
         """Run the program again on the present contents of its input tensors."""
-        ...
 
 
 class Recorder(Protocol):
@@ -51,15 +48,12 @@ class Recorder(Protocol):
 
     def opaque(self, run: Callable[..., Any], given: tuple[Any, ...]) -> Any:
         """See the function `opaque`."""
-        ...
 
     def native(self, run: Callable[..., None], given: tuple[Any, ...]) -> None:
         """See the function `native`."""
-        ...
 
     def hosted(self, run: Callable[..., Tensor | None], given: tuple[Any, ...]) -> Tensor | None:
         """See the function `hosted`."""
-        ...
 
 
 @dataclass(slots=True)

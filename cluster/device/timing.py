@@ -16,19 +16,15 @@ class Timer(Protocol):
 
     def now(self) -> Any:
         """Return a moment: the point of the device's work after all that was queued so far."""
-        ...
 
     def between(self, start: Any, end: Any) -> float:
         """Return the seconds between two moments; the device must have reached both."""
-        ...
 
     def reached(self, moment: Any) -> bool:
         """Return whether the device has reached a moment; does not wait."""
-        ...
 
     def here(self) -> None:
         """Make this device the current one of the calling thread: CUDA keeps a current device per thread."""
-        ...
 
 
 class HostTimer:

@@ -23,7 +23,6 @@ class CpuScope(Protocol):
 
     def seconds(self) -> float:
         """Return the CPU seconds so far."""
-        ...
 
 
 class Effort:

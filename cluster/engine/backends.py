@@ -15,6 +15,7 @@ import torch
 
 from cluster.arch import LayerGeometry
 from cluster.attention.gather import Gather
+from cluster.attention.shape import AttentionShape
 from cluster.config import ConfigError
 from cluster.kernels.flashinfer import library as flashinfer_library
 from cluster.kernels.interface import Kernels
@@ -128,9 +129,8 @@ def bind_attention(
         more = (kernels.library,)
     # Attention in torch gathers cells by indices; other attention reads the page table itself.
     pages = gather if kernels.name == "torch" else gather.table
-    windows = tuple(layer.sliding_window for layer in layers)
-    attention = implementation("attention", kernels.name)
-    return pool, attention(pool, pages, g.heads, windows, g.scale, g.value_dim, *more)
+    shape = AttentionShape(g.heads, tuple(layer.sliding_window for layer in layers), g.scale, g.value_dim)
+    return pool, implementation("attention", kernels.name)(pool, pages, shape, *more)
 
 
 def sampler_of(kernels: Kernels) -> Sampler:

@@ -50,4 +50,4 @@ def allocate_pages(models: RankModels, device: torch.device, pages: int, capacit
     first, *others = [bind_attention(layers, *shared) for layers in models.layers]
     boundaries = spec.aux_boundaries if spec is not None and spec.use_aux_hidden_state else ()
     drafts = [DraftRunner(model, *own, watch) for model, own in zip(models.drafts, others, strict=True)]
-    return RankMemory(capacity, cache, TargetRunner(models.target, *first, boundaries, watch), drafts, watch)
+    return RankMemory(capacity, cache, TargetRunner(models.target, *first, watch, boundaries), drafts, watch)

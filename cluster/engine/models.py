@@ -16,7 +16,7 @@ from cluster.kernels.interface import Kernels
 from cluster.kv.pool import pool_bytes
 from cluster.models.context import WHOLE, ModelContext, Sharding, part_of_experts, where_experts_are
 from cluster.models.draft import DraftModel
-from cluster.models.layer import NoExchange
+from cluster.models.exchange import NoExchange
 from cluster.models.load import local_heads
 from cluster.models.registry import load_draft_list, load_target
 from cluster.models.target import DecoderTarget

@@ -1,7 +1,6 @@
 """The kernels in C, for a CPU. Cases that they do not support (float16, GPUs, some layouts) go to `TorchKernels`."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,65 +24,40 @@ def _fit(scale: Tensor, rows: Tensor) -> bool:
     return known and scale.shape == rows.shape[-1:] and scale.is_contiguous()
 
 
-@dataclass(frozen=True, slots=True)
 class Panels(Weight):
     """A weight `[inputs, outputs]` stored in panels of columns, laid out as a `PanelStack` of one expert."""
 
-    panels: Tensor
-    inputs: int
-    outputs: int
-    product: Function
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """See `Weight`."""
-        return self.inputs, self.outputs
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """See `Weight`."""
-        return self.panels.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """See `Weight`."""
-        return self.panels.nbytes
+    def __init__(self, panels: Tensor, inputs: int, outputs: int, product: Function) -> None:
+        self.panels, self.product = panels, product
+        self.shape, self.dtype, self.nbytes = (inputs, outputs), panels.dtype, panels.nbytes
 
     def __call__(self, rows: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `Weight`."""
-        rows = fitting_rows(rows, self.inputs, self.panels.dtype)
-        bias = None if bias is None else fitting_bias(bias, rows, self.outputs)
-        (count, inputs), added = rows.shape, None if bias is None else bias.data_ptr()
-        out = rows.new_empty(count, self.outputs)
-        given = rows.data_ptr(), self.panels.data_ptr(), added, out.data_ptr(), count, inputs, self.outputs
+        inputs, outputs = self.shape
+        rows = fitting_rows(rows, inputs, self.dtype)
+        bias = None if bias is None else fitting_bias(bias, rows, outputs)
+        out, added = rows.new_empty(rows.shape[0], outputs), None if bias is None else bias.data_ptr()
+        given = rows.data_ptr(), self.panels.data_ptr(), added, out.data_ptr(), rows.shape[0], inputs, outputs
         native(self.product, *given, None, 1, torch.get_num_threads())
         return out
 
     def dense(self) -> Tensor:
         """See `Weight`."""
-        return out_of_panels(self.panels, self.inputs, self.outputs)[0]
+        return out_of_panels(self.panels, *self.shape)[0]
 
 
-@dataclass(frozen=True, slots=True)
 class PanelStack(Stack):
     """The weights of E experts `[inputs, outputs]` stored in panels, one expert after the other."""
 
-    panels: Tensor
-    inputs: int
-    outputs: int
-    product: Function
-
-    @property
-    def nbytes(self) -> int:
-        """See `Stack`."""
-        return self.panels.nbytes
+    def __init__(self, panels: Tensor, inputs: int, outputs: int, product: Function) -> None:
+        self.panels, self.inputs, self.outputs = panels, inputs, outputs
+        self.product, self.nbytes = product, panels.nbytes
 
     def __call__(self, rows: Tensor, ends: Tensor) -> Tensor:
         """See `Stack`."""
         rows, ends = fitting_rows(rows, self.inputs, self.panels.dtype), fitting_ends(ends, self.panels.shape[0])
-        count, inputs = rows.shape
-        out = rows.new_empty(count, self.outputs)
-        given = rows.data_ptr(), self.panels.data_ptr(), None, out.data_ptr(), count, inputs, self.outputs
+        out = rows.new_empty(rows.shape[0], self.outputs)
+        given = rows.data_ptr(), self.panels.data_ptr(), None, out.data_ptr(), *rows.shape, self.outputs
         native(self.product, *given, ends.data_ptr(), self.panels.shape[0], torch.get_num_threads())
         return out
 

@@ -41,7 +41,7 @@ NUMBERS = (
 )
 
 
-class NumbersArguments(Structure):
+class NumbersStruct(Structure):
     """The C struct `aerie_numbers`, field by field."""
 
     _fields_ = (*((name, c_void_p) for name in PLACES), *((name, c_int64) for name in NUMBERS))
@@ -125,7 +125,7 @@ class NumberKernels:
         floats = not dtypes.isdisjoint(FLOATS)
         if not dtypes <= set(KINDS) or (floats and not _alike(operation, out, a, b)):
             return None
-        given = NumbersArguments(operation=operation, floats=floats)
+        given = NumbersStruct(operation=operation, floats=floats)
         given.rows, given.columns = shape = (*(1,) * (2 - out.dim()), *out.shape)
         for name, tensor in zip(PLACES, (one, other, out), strict=True):
             whole = tensor.expand(out.shape).view(shape)  # broadcast dimensions get stride 0

@@ -1,7 +1,6 @@
 """Quantised weights stored in panels, for C products that unpack the codes in registers."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -110,27 +109,12 @@ def _product(codes: Codes, function: Function, rows: Tensor, bias: Tensor | None
     return out
 
 
-@dataclass(frozen=True, slots=True)
 class CodePanels(Weight):
     """A weight that stays quantised in memory."""
 
-    codes: Codes
-    function: Function
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """See `Weight`."""
-        return self.codes.inputs, self.codes.outputs
-
-    @property
-    def nbytes(self) -> int:
-        """See `Weight`."""
-        return self.codes.nbytes
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """See `Weight`."""
-        return self.codes.dtype
+    def __init__(self, codes: Codes, function: Function) -> None:
+        self.codes, self.function = codes, function
+        self.shape, self.dtype, self.nbytes = (codes.inputs, codes.outputs), codes.dtype, codes.nbytes
 
     def __call__(self, rows: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `Weight`."""
@@ -141,17 +125,11 @@ class CodePanels(Weight):
         return self(torch.eye(self.codes.inputs, dtype=self.dtype))
 
 
-@dataclass(frozen=True, slots=True)
 class CodePanelStack(Stack):
     """The weights of E experts, which stay quantised in memory."""
 
-    codes: Codes
-    function: Function
-
-    @property
-    def nbytes(self) -> int:
-        """See `Stack`."""
-        return self.codes.nbytes
+    def __init__(self, codes: Codes, function: Function) -> None:
+        self.codes, self.function, self.nbytes = codes, function, codes.nbytes
 
     def __call__(self, rows: Tensor, ends: Tensor) -> Tensor:
         """See `Stack`."""

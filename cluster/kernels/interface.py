@@ -13,22 +13,13 @@ from cluster.kernels.quantised import Quantised
 
 
 class Weight(ABC):
-    """A matrix `[inputs, outputs]` that rows are multiplied by. Each class has its own memory layout and product."""
+    """A matrix of `shape` (inputs, outputs) that rows of `dtype` are multiplied by; it takes `nbytes` bytes of memory.
+    Each class has its own memory layout and product.
+    """
 
-    @property
-    @abstractmethod
-    def shape(self) -> tuple[int, int]:
-        """(inputs, outputs)."""
-
-    @property
-    @abstractmethod
-    def dtype(self) -> torch.dtype:
-        """The dtype of rows and results."""
-
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Bytes of memory."""
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    nbytes: int
 
     @abstractmethod
     def __call__(self, rows: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -40,12 +31,9 @@ class Weight(ABC):
 
 
 class Stack(ABC):
-    """A matrix `[inputs, outputs]` for each of E experts."""
+    """A matrix `[inputs, outputs]` for each of E experts, in `nbytes` bytes of memory."""
 
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Bytes of memory."""
+    nbytes: int
 
     @abstractmethod
     def __call__(self, rows: Tensor, ends: Tensor) -> Tensor:
@@ -116,47 +104,37 @@ class Kernels(Protocol):
 
     def weight(self, matrix: Tensor) -> Weight:
         """Return a weight from `matrix` `[inputs, outputs]`, in this backend's layout."""
-        ...
 
     def stack(self, matrices: Tensor) -> Stack:
         """Return a stack from `matrices` `[E, inputs, outputs]`, in this backend's layout."""
-        ...
 
     def keeps(self, matrix: Quantised, dtype: torch.dtype) -> bool:
         """Return whether rows of `dtype` can be multiplied by a matrix like this one while it stays quantised."""
-        ...
 
     def quantised(self, matrix: Quantised, dtype: torch.dtype) -> Weight:
         """Return a weight from `matrix` `[outputs, inputs]`, for rows of `dtype`. It stays quantised if `keeps` is
         True for the matrix.
         """
-        ...
 
     def quantised_stack(self, matrices: Iterable[Quantised], dtype: torch.dtype) -> Stack:
         """Return a stack from the experts' `matrices` `[outputs, inputs]`, which must be of one kind. Like `quantised`,
         it keeps them quantised if `keeps` is True for them.
         """
-        ...
 
     def norm(self, rows: Tensor, scale: Tensor, eps: float) -> Tensor:
         """Return RMSNorm of `[.., H]` times `scale` `[H]`, computed in the dtype of `scale`, which may be wider."""
-        ...
 
     def add_norm(self, rows: Tensor, more: Tensor | None, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Return the sum `rows + more` `[T, H]` (`rows` if `more` is None), and the sum's RMSNorm times `scale`."""
-        ...
 
     def rotate(self, heads: Tensor, angles: Angles, norms: HeadNorms | None = None) -> None:
         """Apply `norms`, if given, to `heads` `[T, n, >= d]`, then rotate the first d numbers of each head in place."""
-        ...
 
     def activate(self, both: Tensor, activation: Activation) -> Tensor:
         """Apply a gated activation to gates and ups side by side: `[T, 2 I]` -> `[T, I]`."""
-        ...
 
     def group(self, chosen: Tensor, experts: int) -> Groups:
         """Sort rows by expert; `chosen` `[T, k]` are expert numbers below `experts`."""
-        ...
 
     def combine(self, made: Tensor, groups: Groups, weights: Tensor, bias: Tensor | None) -> Tensor:
         """Return the weighted sum of each row's expert outputs, `[T, H]`: weights * (made + bias of the expert).
@@ -164,4 +142,3 @@ class Kernels(Protocol):
         `made` `[T k, H]` are the outputs by place, `bias` `[E, H]`, `weights` `[T, k]`. The sum of a row goes in order
         of its experts, so that it does not depend on the batch.
         """
-        ...

@@ -17,14 +17,18 @@ WIDE = {torch.float64: tl.float64, torch.float32: tl.float32, torch.bfloat16: tl
 Grid = tuple[int, ...]
 
 
-def launch(program: Any, grid: Grid, *given: Any, **constants: Any) -> None:
-    """Launch `program` on `grid`; do nothing if a side of `grid` is 0. A tape records the launch as one call."""
+def launch(kernel: Any, grid: Grid, arguments: tuple[Any, ...], **constants: Any) -> None:
+    """Launch `kernel` on `grid`; do nothing if a side of `grid` is 0. A tape records the launch as one call.
+
+    `arguments` is the `NamedTuple` that stands above the kernel. `constants` are the kernel's constants, in capitals,
+    and Triton's `num_warps` and `num_stages`.
+    """
     if all(grid):
-        native(_started, program, grid, given, constants)
+        native(_started, kernel, grid, arguments, constants)
 
 
-def _started(program: Any, grid: Grid, given: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    program[grid](*given, **constants)
+def _started(kernel: Any, grid: Grid, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    kernel[grid](*arguments, **constants)
 
 
 def whole(size: int, least: int = 16) -> int:

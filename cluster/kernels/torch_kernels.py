@@ -1,7 +1,6 @@
 """The kernels in plain torch: the reference implementation, and the fallback for cases that others do not support."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import reduce
 
 import torch
@@ -15,28 +14,14 @@ from cluster.kernels.library import Library
 from cluster.kernels.quantised import Quantised
 
 
-@dataclass(frozen=True, slots=True)
 class Dense(Weight):
     """A weight as one input-major tensor. With the few rows of a decode or verify step, a CPU multiplies it up to 1.7
     times as fast as in the output-major layout of checkpoints.
     """
 
-    matrix: Tensor
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """See `Weight`."""
-        return self.matrix.shape[0], self.matrix.shape[1]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """See `Weight`."""
-        return self.matrix.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """See `Weight`."""
-        return self.matrix.nbytes
+    def __init__(self, matrix: Tensor) -> None:
+        self.matrix, self.dtype, self.nbytes = matrix, matrix.dtype, matrix.nbytes
+        self.shape = (matrix.shape[0], matrix.shape[1])
 
     def __call__(self, rows: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `Weight`."""
@@ -47,16 +32,11 @@ class Dense(Weight):
         return self.matrix
 
 
-@dataclass(frozen=True, slots=True)
 class DenseStack(Stack):
     """The weights of experts as one tensor `[E, inputs, outputs]`."""
 
-    matrices: Tensor
-
-    @property
-    def nbytes(self) -> int:
-        """See `Stack`."""
-        return self.matrices.nbytes
+    def __init__(self, matrices: Tensor) -> None:
+        self.matrices, self.nbytes = matrices, matrices.nbytes
 
     def __call__(self, rows: Tensor, ends: Tensor) -> Tensor:
         """See `Stack`."""

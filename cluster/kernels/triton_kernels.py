@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from cluster.kernels.activate import gpu as activate
-from cluster.kernels.experts import gpu as expert_programs
+from cluster.kernels.experts import gpu as experts_gpu
 from cluster.kernels.interface import Activation, Angles, Groups, HeadNorms
 from cluster.kernels.launch import INTERPRETED, WIDE, launch, whole
 from cluster.kernels.norm import gpu as norm
@@ -40,25 +40,43 @@ class TritonKernels(TorchKernels):
 
     def rotate(self, heads: Tensor, angles: Angles, norms: HeadNorms | None = None) -> None:
         """See `Kernels.rotate`."""
-        (count, n, size), turned, dtype = heads.shape, angles.cos.shape[-1], heads.dtype
+        (count, n, size), turned = heads.shape, angles.cos.shape[-1]
         if heads.stride(2) != 1 or turned % 2:
             super().rotate(heads, angles, norms)
             return
-        given = heads, angles.cos.contiguous(), angles.sin.contiguous()
-        rest = whole(size - turned) if norms is not None and size > turned else 0
-        how = {"NORMED": norms is not None, "WIDE": WIDE[dtype], "HALF": whole(turned // 2), "REST": rest}
-        queries, q, k, eps = (n, None, None, 0.0) if norms is None else norms
-        strides = heads.stride(0), heads.stride(1)
-        launch(rotary.rotate, (count, n), *given, q, k, *strides, queries, size, turned // 2, eps, **how)
+        queries, q_scale, k_scale, eps = (n, None, None, 0.0) if norms is None else norms
+        launch(
+            rotary.rotate,
+            (count, n),
+            rotary.RotateArguments(
+                heads,
+                cosines=angles.cos.contiguous(),
+                sines=angles.sin.contiguous(),
+                q_scale=q_scale,
+                k_scale=k_scale,
+                row_stride=heads.stride(0),
+                head_stride=heads.stride(1),
+                queries=queries,
+                size=size,
+                half=turned // 2,
+                eps=eps,
+            ),
+            NORMED=norms is not None,
+            WIDE=WIDE[heads.dtype],
+            HALF=whole(turned // 2),
+            REST=whole(size - turned) if norms is not None and size > turned else 0,
+        )
 
     def activate(self, both: Tensor, activation: Activation) -> Tensor:
         """See `Kernels.activate`."""
         if not both.is_contiguous():
             return super().activate(both, activation)
         count, size = both.shape[0], both.shape[1] // 2
-        out, (kind, alpha, limit), block = both.new_empty(count, size), activation, min(COLUMNS, whole(size))
-        how = {"KIND": kind, "WIDE": WIDE[both.dtype], "BLOCK": block}
-        launch(activate.activate, (count, -(-size // block)), both, out, size, alpha, limit, **how)
+        kind, alpha, limit = activation
+        out, block = both.new_empty(count, size), min(COLUMNS, whole(size))
+        arguments = activate.ActivateArguments(both, out, size, alpha, limit)
+        grid = count, -(-size // block)
+        launch(activate.activate, grid, arguments, KIND=kind, WIDE=WIDE[both.dtype], BLOCK=block)
         return out
 
     def group(self, chosen: Tensor, experts: int) -> Groups:
@@ -66,18 +84,26 @@ class TritonKernels(TorchKernels):
         chosen, count = chosen.contiguous(), chosen.numel()
         source, expert = chosen.new_empty(count), chosen.new_empty(count)
         place, ends = torch.empty_like(chosen), chosen.new_empty(experts, dtype=torch.int32)
-        numbers = count, chosen.shape[1]
-        how = {"BLOCK": min(CHOICES, whole(count))}
-        launch(expert_programs.group, (experts,), chosen, source, expert, place, ends, *numbers, **how)
+        arguments = experts_gpu.GroupArguments(chosen, source, expert, place, ends, count, active=chosen.shape[1])
+        launch(experts_gpu.group, (experts,), arguments, BLOCK=min(CHOICES, whole(count)))
         return Groups(chosen, source, expert, ends, place)
 
     def combine(self, made: Tensor, groups: Groups, weights: Tensor, bias: Tensor | None) -> Tensor:
         """See `Kernels.combine`."""
-        (rows, active), (count, size), block = weights.shape, made.shape, min(COLUMNS, whole(made.shape[1]))
-        out, given = made.new_empty(rows, size), (made.contiguous(), groups.place, weights.contiguous(), groups.chosen)
-        how = {"ACTIVE": active, "BIASED": bias is not None, "WIDE": WIDE[made.dtype], "SLOTS": whole(active, 1)}
-        places = rows, -(-size // block)
-        launch(expert_programs.combine, places, *given, bias, out, size, count, BLOCK=block, **how)
+        (rows, active), (count, size) = weights.shape, made.shape
+        out, block = made.new_empty(rows, size), min(COLUMNS, whole(size))
+        launch(
+            experts_gpu.combine,
+            (rows, -(-size // block)),
+            experts_gpu.CombineArguments(
+                made.contiguous(), groups.place, weights.contiguous(), groups.chosen, bias, out, size, count
+            ),
+            ACTIVE=active,
+            BIASED=bias is not None,
+            WIDE=WIDE[made.dtype],
+            SLOTS=whole(active, 1),
+            BLOCK=block,
+        )
         return out
 
     def _normed(self, rows: Tensor, more: Tensor | None, total: Tensor, scale: Tensor, eps: float) -> Tensor:
@@ -86,8 +112,7 @@ class TritonKernels(TorchKernels):
         """
         count, size = rows.shape
         out = torch.empty_like(rows, memory_format=torch.contiguous_format)
-        how = {"MORE": more is not None, "WIDE": WIDE[torch.promote_types(rows.dtype, scale.dtype)]}
-        launch(
-            norm.add_norm, (count,), rows, more, scale, total, out, rows.stride(0), size, eps, BLOCK=whole(size), **how
-        )
+        arguments = norm.AddNormArguments(rows, more, scale, total, out, rows.stride(0), size, eps)
+        wide = WIDE[torch.promote_types(rows.dtype, scale.dtype)]
+        launch(norm.add_norm, (count,), arguments, MORE=more is not None, WIDE=wide, BLOCK=whole(size))
         return out

@@ -24,21 +24,17 @@ class DeviceMemory(Protocol):
     @property
     def total(self) -> int:
         """The memory of the device."""
-        ...
 
     def free(self) -> int:
         """Release the allocator's unused blocks, then return what this process can still take. The memory of captured
         programs stays taken, although their tensors may be freed.
         """
-        ...
 
     def begin(self) -> None:
         """Release the allocator's unused blocks and reset the peak."""
-        ...
 
     def taken(self) -> int:
         """The peak of the memory in use since `begin`, minus the memory in use at `begin`."""
-        ...
 
 
 class CudaMemory:

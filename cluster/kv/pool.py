@@ -22,7 +22,6 @@ class SlotMemory(Protocol):
         If the slots have the shape `[R, n]`, no row may use a slot of another row, so that rows can be moved in
         parallel.
         """
-        ...
 
 
 ALIGNMENT = 64  # bytes; the alignment that torch gives CPU tensors

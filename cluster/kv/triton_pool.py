@@ -5,7 +5,7 @@ from math import prod
 from torch import Tensor
 
 from cluster.kernels.launch import launch, whole
-from cluster.kernels.move import gpu
+from cluster.kernels.move.gpu import MoveArguments, move
 from cluster.kv.pool import KVPool
 
 NUMBERS = 128  # elements of a cell that one program moves
@@ -25,6 +25,6 @@ class TritonPool(KVPool):
             return
         (rows, count), (layers, _, *shape) = destination.shape, self.kv.shape
         cell = prod(shape)
-        slots = destination.contiguous(), source.contiguous()
-        how = {"CELL": cell, "ROWS": whole(count, 1), "BLOCK": NUMBERS}
-        launch(gpu.move, (layers, rows, -(-cell // NUMBERS)), self.kv, *slots, self.kv.stride(0), count, **how)
+        arguments = MoveArguments(self.kv, destination.contiguous(), source.contiguous(), self.kv.stride(0), count)
+        grid = layers, rows, -(-cell // NUMBERS)
+        launch(move, grid, arguments, CELL=cell, ROWS=whole(count, 1), BLOCK=NUMBERS)

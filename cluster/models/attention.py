@@ -24,7 +24,6 @@ class Attend(Protocol):
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Attend in `layer` of the runner's pool."""
-        ...
 
 
 class GrownQueries:

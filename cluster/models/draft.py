@@ -12,21 +12,15 @@ from torch import Tensor
 
 from cluster.arch import DraftLayer, DraftSpec
 from cluster.config import ConfigError
-from cluster.kernels.interface import Kernels
-from cluster.models.attention import GrownQueries
+from cluster.kernels.interface import Angles, Kernels
+from cluster.models.attention import Attend, GrownQueries, LatentAttention, SelfAttention
 from cluster.models.checkpoint import Checkpoint, placed
 from cluster.models.context import ModelContext
-from cluster.models.layer import (
-    Angles,
-    Attend,
-    Experts,
-    LatentAttention,
-    Mlp,
-    RotaryTable,
-    SelfAttention,
-    TokenExchange,
-)
+from cluster.models.exchange import TokenExchange
+from cluster.models.experts import Experts
 from cluster.models.load import Loader
+from cluster.models.mlp import Mlp
+from cluster.models.rotary import RotaryTable
 from cluster.models.vocab import Embedding, Head, ShardedLogits, load_embedding, load_head, tied_head
 
 

@@ -6,8 +6,8 @@ Sources: arXiv 2401.15077 and SGLang #4247 (EAGLE-1), SGLang #24058 (Mistral), D
 import torch
 from torch import Tensor
 
+from cluster.models.attention import Attend
 from cluster.models.draft import DraftModel
-from cluster.models.layer import Attend
 from cluster.models.load import Loader
 
 

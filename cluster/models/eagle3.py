@@ -7,8 +7,8 @@ At extend, `fc` joins the target's aux hidden states; EAGLE-3.1 and gpt-oss draf
 import torch
 from torch import Tensor
 
+from cluster.models.attention import Attend
 from cluster.models.draft import DraftModel
-from cluster.models.layer import Attend
 from cluster.models.load import Loader
 
 

@@ -20,28 +20,22 @@ class Shards(Protocol):
     @property
     def size(self) -> int:
         """Return n, the number of shards."""
-        ...
 
     @property
     def wide(self) -> bool:
         """Whether this rank also scores rows of other groups."""
-        ...
 
     def spread(self, numbers: Tensor) -> Tensor:
         """Int64 numbers of own rows, `[T, k]` -> those of the rows of all groups, `[T', k]`. Only if `wide`."""
-        ...
 
     def highest(self, numbers: Tensor) -> Tensor:
         """Float64 `[T', 1]` -> the maximum of each row over all shards; NaN counts as highest."""
-        ...
 
     def add(self, numbers: Tensor) -> Tensor:
         """Int64 `[T', k]` -> the sums over all shards."""
-        ...
 
     def compare(self, numbers: Tensor) -> Tensor:
         """Float64 `[T', k]` -> the numbers of all n shards for own rows, `[n, T, k]`."""
-        ...
 
 
 class ExpertRouting(NamedTuple):
@@ -59,13 +53,11 @@ class ExpertParallelLayer(Protocol):
 
     def choose(self, rows: Tensor) -> ExpertRouting:
         """Rows `[T, H]` -> their experts, which may be on any rank."""
-        ...
 
     def run(self, rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """Rows `[T, H]`, and weights and ids of their experts, `[T, k]` each -> the weighted sum of the outputs of this
         rank's experts, `[T, H]`.
         """
-        ...
 
 
 class TokenExchange(Protocol):
@@ -74,38 +66,30 @@ class TokenExchange(Protocol):
     @property
     def shards(self) -> Shards | None:
         """Return the collectives of the head's shards; None if this rank holds embedding and head whole."""
-        ...
 
     def reduce(self, rows: Tensor) -> Tensor:
         """All-reduce: partial sums of own rows `[T, H]` -> their sum over the attention group."""
-        ...
 
     def gather(self, rows: Tensor) -> Tensor:
         """All-gather: own rows `[T, H]` -> the rows of all groups."""
-        ...
 
     def scatter(self, rows: Tensor, common: Tensor | None = None) -> Tensor:
         """Reduce-scatter: partial sums for the rows of all groups -> own rows `[T, H]`, summed. `common` `[T, H]` are
         further partial sums for own rows, which only ranks of this attention group have.
         """
-        ...
 
     @property
     def counted(self) -> bool:
         """Whether rows of this step go only to the ranks of their experts (`to_experts`), not to all ranks."""
-        ...
 
     def to_experts(self, rows: Tensor, experts: ExpertParallelLayer, common: Tensor | None) -> Tensor:
         """All-to-all: own rows `[T, H]` -> the sum of the outputs of their experts; `common` as in `scatter`."""
-        ...
 
     def embed(self, ids: Tensor, lookup: Callable[[Tensor], Tensor]) -> Tensor:
         """Token ids `[T]` -> rows `[T, H]`, summed over shards; `lookup` gives zeros for ids of other shards."""
-        ...
 
     def head(self, rows: Tensor, project: Callable[[Tensor], Tensor]) -> tuple[Tensor, int]:
         """Rows `[T, H]` -> this shard's logits `[T', v]`, computed by `project`, and the index of the first own row."""
-        ...
 
 
 EXPERTS = "experts"

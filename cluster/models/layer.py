@@ -1,4 +1,4 @@
-"""The decoder layer of targets. Parts that drafts use too are exported from here.
+"""The decoder layer of targets.
 
 Shape legend: T rows, H hidden. A layer knows neither pages nor ranks: `Attend` is the one attention primitive,
 `TokenExchange` the only interface to other ranks.
@@ -10,23 +10,9 @@ from torch import Tensor
 
 from cluster.kernels.interface import Angles, Kernels
 from cluster.models.attention import Attend, LatentAttention, SelfAttention
-from cluster.models.exchange import NoExchange, TokenExchange
+from cluster.models.exchange import TokenExchange
 from cluster.models.experts import Experts
 from cluster.models.mlp import Mlp
-from cluster.models.rotary import RotaryTable
-
-__all__ = [
-    "Angles",
-    "Attend",
-    "DecoderLayer",
-    "Experts",
-    "LatentAttention",
-    "Mlp",
-    "NoExchange",
-    "RotaryTable",
-    "SelfAttention",
-    "TokenExchange",
-]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,11 @@ from cluster.arch.resolve import check_heads
 from cluster.distributed.mesh import Shard
 from cluster.kernels.interface import Activation, HeadNorms, Stack
 from cluster.models.arithmetic import joined
+from cluster.models.attention import LatentAttention, SelfAttention
 from cluster.models.checkpoint import Matrix
-from cluster.models.experts import Gate, LocalExperts
-from cluster.models.layer import DecoderLayer, Experts, LatentAttention, Mlp, SelfAttention
+from cluster.models.experts import Experts, Gate, LocalExperts
+from cluster.models.layer import DecoderLayer
+from cluster.models.mlp import Mlp
 from cluster.models.rotary import half_split
 from cluster.models.weights import WeightLoader, apart, in_order
 

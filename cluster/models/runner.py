@@ -1,15 +1,15 @@
 """A model bound to its own KV pool and attention backend. Batches carry no pool, so pools cannot be mixed up."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
 from cluster.batch import AttentionMetadata, HostBounds
 from cluster.device.timing import Spans
 from cluster.kv.pool import KVPool
+from cluster.models.attention import Attend
 from cluster.models.draft import DraftModel
-from cluster.models.layer import Attend
 from cluster.models.target import DecoderTarget
 from cluster.models.vocab import ShardedLogits
 
@@ -21,27 +21,39 @@ class AttentionBackend(Attend, Protocol):
 
     def prepare(self, bounds: HostBounds) -> None:
         """Prepare a step within `bounds`. Bounds that are wider than necessary do not change results."""
-        ...
 
     def bind(self, seen: AttentionMetadata) -> None:
         """Use `seen` for the attention calls of the next forward. On a GPU this must not wait for the device."""
-        ...
+
+
+M = TypeVar("M", DecoderTarget, DraftModel)
 
 
 @dataclass(frozen=True, slots=True)
-class TargetRunner:
-    """The target with its pool. Forwards return aux hidden states at `boundaries`; `watch` measures their time."""
+class ModelRunner(Generic[M]):
+    """A model with its pool and its attention; `watch` measures the time of its forwards."""
 
-    model: DecoderTarget
+    model: M
     pool: KVPool
     attention: AttentionBackend
-    boundaries: tuple[int, ...]
     watch: Spans
 
     def prepare(self, bounds: HostBounds, positions: int) -> None:
         """Prepare a step within `bounds`, in which all rows are at positions below `positions`."""
         self.attention.prepare(bounds)
         self.model.reach(positions)
+
+    def logits(self, hidden: Tensor) -> ShardedLogits:
+        """Input of the head `[T, H]` -> logits over the model's vocabulary."""
+        with self.watch:
+            return self.model.logits(hidden)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetRunner(ModelRunner[DecoderTarget]):
+    """The runner of the target. Forwards return aux hidden states at `boundaries`."""
+
+    boundaries: tuple[int, ...]
 
     def forward(self, token_ids: Tensor, positions: Tensor, seen: AttentionMetadata) -> tuple[Tensor, list[Tensor]]:
         """Rows `[T]` -> post-norm hidden `[T, H]`, and the residual stream at each boundary, `[T, H]` each."""
@@ -49,25 +61,11 @@ class TargetRunner:
             self.attention.bind(seen)
             return self.model.forward(token_ids, positions, self.attention, self.boundaries)
 
-    def logits(self, hidden: Tensor) -> ShardedLogits:
-        """Post-norm hidden `[T, H]` -> logits over the vocabulary."""
-        with self.watch:
-            return self.model.logits(hidden)
 
+class DraftRunner(ModelRunner[DraftModel]):
+    """One member of `draft_runner_list`: a draft model with its own pool."""
 
-@dataclass(frozen=True, slots=True)
-class DraftRunner:
-    """One member of `draft_runner_list`: a draft model with its own pool; `watch` measures its time."""
-
-    model: DraftModel
-    pool: KVPool
-    attention: AttentionBackend
-    watch: Spans
-
-    def prepare(self, bounds: HostBounds, positions: int) -> None:
-        """Prepare a step within `bounds`, in which all rows are at positions below `positions`."""
-        self.attention.prepare(bounds)
-        self.model.reach(positions)
+    __slots__ = ()
 
     def fuse_aux(self, aux_hidden: Tensor) -> Tensor:
         """The target's hidden states `[T, A]` -> the draft's hidden `[T, H]`."""
@@ -81,8 +79,3 @@ class DraftRunner:
         with self.watch:
             self.attention.bind(seen)
             return self.model.forward(token_ids, positions, hidden, self.attention)
-
-    def logits(self, normed: Tensor) -> ShardedLogits:
-        """Input of the head `[T, H]` -> logits over the draft vocabulary."""
-        with self.watch:
-            return self.model.logits(normed)

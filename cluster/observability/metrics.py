@@ -250,15 +250,19 @@ class ServingMetrics:
         self._served_as, self._replica = model_name, replica
         names = ("model_name",)
 
+        def counter(name: str, text: str, *extra: str) -> Counter:
+            return Counter(name, text, (*names, *extra), registry=self.registry)
+
+        def gauge(name: str, text: str, *extra: str) -> Gauge:
+            return Gauge(name, text, (*names, *extra), registry=self.registry)
+
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> BulkHistogram:
             made = BulkHistogram(name, text, names, buckets=buckets, registry=self.registry)
             return made.labels(model_name=model_name)
 
-        requests = Counter("aerie_requests", "Requests ended, by outcome", (*names, "outcome"), registry=self.registry)
+        requests = counter("aerie_requests", "Requests ended, by outcome", "outcome")
         self.outcomes = {name: requests.labels(model_name=model_name, outcome=name) for name in OUTCOMES}
-        open_ = Gauge(
-            "aerie_open_requests", "Requests at REST replicas, by state", (*names, "state"), registry=self.registry
-        )
+        open_ = gauge("aerie_open_requests", "Requests at REST replicas, by state", "state")
         self.waiting = open_.labels(model_name=model_name, state="waiting")
         self.streaming = open_.labels(model_name=model_name, state="streaming")
         self.ttft = histogram("aerie_ttft_seconds", "Arrival to first token", TTFT_BUCKETS)
@@ -266,29 +270,16 @@ class ServingMetrics:
         self.e2e = histogram("aerie_e2e_seconds", "Arrival to the end of the request", E2E_BUCKETS)
         self.prompt_tokens = histogram("aerie_request_prompt_tokens", "Prompt tokens of a request", TOKEN_BUCKETS)
         self.generation_tokens = histogram("aerie_request_generation_tokens", "Tokens sent", TOKEN_BUCKETS)
-        self._losses = Counter(
-            "aerie_rank_losses",
-            "Times that a gang was lost, by the rank to blame",
-            (*names, "rank", "kind"),
-            registry=self.registry,
-        )
-        self._responses = Counter(
-            "aerie_http_responses",
-            "Responses begun, by route and HTTP status; 499: the client left before",
-            (*names, "route", "status"),
-            registry=self.registry,
-        )
-        builds = Gauge(
-            "aerie_build_info", "Always 1; the labels are versions", (*names, *BUILD), registry=self.registry
-        )
+        self._losses = counter("aerie_rank_losses", "Times that a gang was lost, by the rank to blame", "rank", "kind")
+        about = "Responses begun, by route and HTTP status; 499: the client left before"
+        self._responses = counter("aerie_http_responses", about, "route", "status")
+        builds = gauge("aerie_build_info", "Always 1; the labels are versions", *BUILD)
         builds.labels(model_name=model_name, **BUILD).set(1)
         self.registry.register(ProcessFacts({"model_name": model_name, "rank": "", "process": "replica"}))
-        restarts = Counter("aerie_gang_restarts", "Gangs that served again after a loss", names, registry=self.registry)
+        restarts = counter("aerie_gang_restarts", "Gangs that served again after a loss")
         self._restarts = restarts.labels(model_name=model_name)
         self._restart_seconds = histogram("aerie_gang_restart_seconds", "Loss to serving again", RESTART_BUCKETS)
-        resumed = Counter(
-            "aerie_resumed_streams", "Streams submitted again after a loss", names, registry=self.registry
-        )
+        resumed = counter("aerie_resumed_streams", "Streams submitted again after a loss")
         self._resumed = resumed.labels(model_name=model_name)
 
     def expect_ranks(self, world: int) -> None:

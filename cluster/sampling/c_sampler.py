@@ -4,7 +4,6 @@ Results must equal those of `TorchSampler`, except for the last digits of noise.
 on that row alone, and are the same with every set of vector instructions (`kernels/choice/choice.c`).
 """
 
-from collections.abc import Sequence
 from ctypes import Structure, byref, c_double, c_int64, c_void_p
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from cluster.capture.recorder import native
 from cluster.kernels.library import Library
 from cluster.sampling.noise import Noise, at_least_float32
-from cluster.sampling.sampling_inputs import SamplingInputs
+from cluster.sampling.sampling_inputs import SamplerInput, SamplingInputs
 from cluster.sampling.token_bitmask import BARRED, WORD
 from cluster.sampling.torch_sampler import least_of
 
@@ -27,7 +26,7 @@ MOST = 64
 """The largest `count` of one call: the most tokens of a row that it can return."""
 
 
-class ChoiceArguments(Structure):
+class ChoiceStruct(Structure):
     """Arguments of the C function, laid out as `struct aerie_choice`."""
 
     _fields_ = (
@@ -50,45 +49,27 @@ class CSampler:
         native(run, seeds.data_ptr(), first.data_ptr(), keys.data_ptr(), first.shape[0], seeds.stride(0), count)
         return Noise(keys, hashes, dtype)
 
-    def best(
-        self, values: Tensor, draws: Sequence[SamplingInputs], least: Tensor | None, masks: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def best(self, rows: SamplerInput) -> tuple[Tensor, Tensor]:
         """Return the best column and its score; see `Sampler.best`."""
-        scores, columns, _ = self._run(BEST, values, draws, least, 1, masks)
+        scores, columns, _ = self._run(BEST, rows, 1)
         return columns[:, 0], scores[:, 0]
 
-    def likeliest(
-        self,
-        values: Tensor,
-        draws: Sequence[SamplingInputs],
-        least: Tensor | None,
-        count: int,
-        masks: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def likeliest(self, rows: SamplerInput, count: int) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and columns of the best; see `Sampler.likeliest`."""
-        scores, columns, _ = self._run(LIKELIEST, values, draws, least, count, masks)
+        scores, columns, _ = self._run(LIKELIEST, rows, count)
         return scores, columns
 
-    def found(
-        self, values: Tensor, draws: Sequence[SamplingInputs], least: Tensor | None, count: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def found(self, rows: SamplerInput, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the best of a shard and its log-sum-exp; see `Sampler.found`."""
-        return self._run(FOUND, values, draws, least, min(count, values.shape[1]), None)
+        return self._run(FOUND, rows, min(count, rows.values.shape[1]))
 
-    def _run(
-        self,
-        kind: int,
-        values: Tensor,
-        draws: Sequence[SamplingInputs],
-        least: Tensor | None,
-        count: int,
-        masks: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _run(self, kind: int, inputs: SamplerInput, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return scores and columns `[T, count]`, and the log-sum-exp `[T, 1]`, which only `FOUND` fills.
 
         Raises:
             ValueError: `count`, the masks or `draws` do not fit the logits, or masks come with filters.
         """
+        values, draws, least, masks = inputs
         rows, size = values.shape
         if not 1 <= count <= min(size, MOST):
             raise ValueError(f"{count} of {size} columns; C takes 1 to {MOST} of at least as many")
@@ -128,29 +109,24 @@ class CSampler:
         return made
 
     def _call(
-        self,
-        kind: int,
-        values: Tensor,
-        made: tuple[Tensor, ...],
-        drawn: dict[str, Tensor],
-        rows: tuple[int, int],
+        self, kind: int, values: Tensor, made: tuple[Tensor, ...], drawn: dict[str, Tensor], rows: tuple[int, int]
     ) -> None:
         """Fill `made` (scores, columns, log-sum-exp) for logits `values`; `rows` is (requests, rows per request)."""
         scores, columns, total = made
         size, (requests, each) = values.shape[1], rows
         given = {"logits": values, "scores": scores, "columns": columns, "total": total, **drawn}
-        told = ChoiceArguments(requests=requests, each=each, size=size, stride=values.stride(0), count=scores.shape[1])
-        told.kind, told.threads, told.barred = kind, torch.get_num_threads(), BARRED
+        struct = ChoiceStruct(requests=requests, each=each, size=size, stride=values.stride(0), count=scores.shape[1])
+        struct.kind, struct.threads, struct.barred = kind, torch.get_num_threads(), BARRED
         for name, tensor in given.items():
-            setattr(told, name, tensor.data_ptr())
+            setattr(struct, name, tensor.data_ptr())
         if "masks" in drawn:
-            told.words = drawn["masks"].shape[1]
+            struct.words = drawn["masks"].shape[1]
         if "keys" in drawn:
             keys = drawn["keys"]
             # If a request has one key, all its rows use that key. Otherwise row i uses key i, or key `which[i]`.
-            told.keys_stride, told.position = keys.stride(0), int(keys.shape[1] > 1)
-            told.inverse_stride, told.scale_stride = drawn["inverse"].stride(0), drawn["scale"].stride(0)
-        native(self._library.functions["choice", values.dtype], byref(told))
+            struct.keys_stride, struct.position = keys.stride(0), int(keys.shape[1] > 1)
+            struct.inverse_stride, struct.scale_stride = drawn["inverse"].stride(0), drawn["scale"].stride(0)
+        native(self._library.functions["choice", values.dtype], byref(struct))
 
 
 def _drawn(draw: SamplingInputs, values: Tensor, least: Tensor | None) -> dict[str, Tensor]:

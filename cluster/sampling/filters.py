@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cluster.batch import SamplingBatch
 from cluster.sampling.radix_select import search
-from cluster.sampling.row_blocks import blocks
+from cluster.sampling.row_blocks import blocks, concat
 
 MASS = 1 << 40  # mass of the likeliest token; the sum over 2**22 equally likely tokens still fits in 63 bits
 AT_ONCE = 2  # temporary numbers per logit while a threshold is computed
@@ -48,19 +48,15 @@ class LogitRows(Protocol):
 
     def highest(self) -> Tensor:
         """Return the highest logit of each row."""
-        ...
 
     def kth(self, rank: Tensor) -> Tensor:
         """Return the logit at place `rank` of each row; place 1 is the highest logit."""
-        ...
 
     def weigh(self, top: Tensor, kth: Tensor) -> Tensor:
         """Compute the mass of each logit (`mass_of`), keep it for `reaching`, and return the sum of each row."""
-        ...
 
     def reaching(self, needed: Tensor) -> Tensor:
         """Return the largest threshold so that the logits not below it have at least the mass `needed`."""
-        ...
 
 
 class WholeLogits:
@@ -112,4 +108,4 @@ def least_kept(tempered: Tensor, sampling: SamplingBatch) -> Tensor:
     filters = [each[:, None].expand(r, n).reshape(-1, 1) for each in (sampling.top_k, sampling.top_p, sampling.min_p)]
     cuts = blocks(r * n, AT_ONCE * vocab, tempered.device)
     parts = [thresholds(WholeLogits(rows[cut]), *(each[cut] for each in filters)) for cut in cuts]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(r, n, 1)
+    return concat(parts).view(r, n, 1)

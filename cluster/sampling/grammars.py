@@ -36,20 +36,17 @@ class Matcher(Protocol):
 
     def accept(self, tokens: Sequence[int]) -> None:
         """Advance by tokens that were committed."""
-        ...
 
     def fill(self, path: Sequence[int], out: NDArray[np.int32]) -> None:
         """Write the token bitmask after `path`, whose tokens are not committed yet, into `out` `[words]`. If the
         grammar does not allow `path`, the mask is arbitrary.
         """
-        ...
 
     def forced(self, path: Sequence[int], most: int) -> list[int]:
         """Return the first `most` tokens of the only text that the grammar allows after `path`; none if it allows more.
 
         A text can be cut into tokens in several ways; these are the tokens that the model most likely chooses.
         """
-        ...
 
 
 class Make(Protocol):
@@ -57,17 +54,14 @@ class Make(Protocol):
 
     def __call__(self, grammar: str) -> Matcher:
         """Return a matcher at the beginning of `grammar`; raises `GrammarError` if that is not a compiled grammar."""
-        ...
 
     def read(self, grammar: str) -> None:
         """Do the slow part of creating a matcher in advance, in any thread; raises as `__call__` does."""
-        ...
 
     def prepare(self) -> None:
         """Do in advance the work that the first grammar would wait for, in any thread; raises `ConfigError` if no
         grammar can be matched over this model's tokens.
         """
-        ...
 
 
 class GrammarPosition:

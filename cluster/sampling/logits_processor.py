@@ -6,14 +6,13 @@ Legend: R requests, n rows of each, V token ids, D tokens of a path.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from cluster.batch import SamplingMode, StepInput
 from cluster.device.staging import Staging
 from cluster.sampling.grammars import GrammarTable
 from cluster.sampling.penalties import PenaltyTable
-from cluster.sampling.row_blocks import blocks
+from cluster.sampling.row_blocks import blocks, concat
 
 AT_ONCE = 4  # temporary numbers per logit while logits are adjusted
 
@@ -89,11 +88,8 @@ class LogitsProcessor:
         path = self._paths(n)
         if self.adjustments is None and self.grammars is not None and self.grammars.frugal:
             return self._block(logits, self.rows, path, ids)
-        parts = [
-            self._block(logits[block], self.rows[block], path[block], ids)
-            for block in blocks(r, AT_ONCE * n * width, logits.device)
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        cuts = blocks(r, AT_ONCE * n * width, logits.device)
+        return concat([self._block(logits[cut], self.rows[cut], path[cut], ids) for cut in cuts])
 
     def _paths(self, each: int) -> Tensor:
         count = self.rows.shape[0]

@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from cluster.sampling.row_blocks import blocks
+from cluster.sampling.row_blocks import blocks, concat
 
 KEPT = 1 << 22  # the most noise values that are computed once and kept; if there are more, each use computes them
 
@@ -118,7 +118,7 @@ class Noise:
         if b * m * vocab > KEPT:
             return Noise(keys, hashes, dtype)
         parts = [gumbel(keys[block], hashes, dtype) for block in blocks(b, m * vocab, keys.device)]
-        return Noise(keys, hashes, dtype, parts[0] if len(parts) == 1 else torch.cat(parts))
+        return Noise(keys, hashes, dtype, concat(parts))
 
     def narrow(self, requests: slice) -> "Noise":
         """Return the noise of some requests."""

@@ -23,7 +23,6 @@ class ThresholdSearch(Protocol):
         `weights` `[B, V]` are int64, not negative. If `weights` is None, each number weighs 1. `needed` `[B, 1]` is
         between 1 and the sum of the weights.
         """
-        ...
 
 
 def search(numbers: Tensor) -> ThresholdSearch:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from cluster.models.vocab import ShardedLogits
 from cluster.sampling.noise import at_least_float32
-from cluster.sampling.row_blocks import blocks
-from cluster.sampling.sampling_inputs import SamplingInputs
-from cluster.sampling.sharded import ShardBest, best_of_all, told, top_of_all, whole
+from cluster.sampling.row_blocks import blocks, concat
+from cluster.sampling.sampling_inputs import SamplerInput, SamplingInputs
+from cluster.sampling.sharded import ShardBest, best_of_all, scored_rows, top_of_all, whole
 from cluster.sampling.torch_sampler import TORCH, Sampler, first_of_nan, joined
 
 TOP_LOGPROBS = 20
@@ -40,7 +40,7 @@ def adjusted(
     some = [draw for draw in draws if draw.requests] or draws[:1]
     if first.masks_alone and ids is None and columns.shards is None and not draws[0].sampling.filtered:
         masks = [draw.adjust.masks(draw.each) for draw in some if draw.adjust is not None]
-        return columns, masks[0] if len(masks) == 1 else torch.cat(masks)
+        return columns, concat(masks)
     columns, parts, start = whole(columns), [], 0
     for draw in some:
         assert draw.adjust is not None, "all requests share a mode"
@@ -48,7 +48,7 @@ def adjusted(
         rows = columns.values[start:stop].view(draw.requests, draw.each, columns.values.shape[1])
         parts.append(draw.adjust.apply(rows, ids).flatten(0, 1))
         start = stop
-    return replace(columns, values=parts[0] if len(parts) == 1 else torch.cat(parts)), None
+    return replace(columns, values=concat(parts)), None
 
 
 def choose(columns: ShardedLogits, draws: Sequence[SamplingInputs], sampler: Sampler = TORCH) -> tuple[Tensor, Tensor]:
@@ -56,8 +56,7 @@ def choose(columns: ShardedLogits, draws: Sequence[SamplingInputs], sampler: Sam
     in order.
     """
     columns, masks = adjusted(columns, draws)
-    draws, least = told(columns, draws)
-    chosen, score = sampler.best(columns.values, draws, least, masks)
+    chosen, score = sampler.best(scored_rows(columns, draws, masks))
     return (chosen, score) if columns.shards is None else best_of_all(columns, columns.shards, chosen, score)
 
 
@@ -69,10 +68,10 @@ def likeliest(
     Log-probabilities are the log-softmax of the scores, noise included. For a row with NaN or an infinite total, they
     are NaN, and the columns are 0 to `count - 1`. `columns` and `masks` are as returned by `adjusted`.
     """
-    draws, least = told(columns, [draw])
+    rows = scored_rows(columns, [draw], masks)
     if columns.shards is None:
-        return sampler.likeliest(columns.values, draws, least, count, masks)
-    found = ShardBest(*sampler.found(columns.values, draws, least, count))
+        return sampler.likeliest(rows, count)
+    found = ShardBest(*sampler.found(rows, count))
     merged = top_of_all(columns, columns.shards, found, count)
     # A total of +-inf becomes NaN, and so the whole row becomes NaN.
     likely = (merged.values - merged.total.masked_fill(merged.total.isinf(), float("nan"))).to(found.values.dtype)
@@ -130,7 +129,7 @@ def _asked(columns: ShardedLogits, asked: Tensor, count: int, sampler: Sampler) 
     parts: list[tuple[Tensor, ...]] = []
     for block in blocks(rows.shape[0], width, columns.values.device):
         some = columns.values.index_select(0, rows[block])
-        parts.append((*sampler.found(some, (), None, count), some.gather(1, local[block, None]).to(dtype)))
+        parts.append((*sampler.found(SamplerInput(some), count), some.gather(1, local[block, None]).to(dtype)))
     return parts
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,6 +54,21 @@ class SamplingInputs:
         if self.which is not None:
             return keys.gather(1, self.which).view(-1)
         return keys.expand(self.requests, self.each).reshape(-1)
+
+
+class SamplerInput(NamedTuple):
+    """The input of a `Sampler`: logits `values` `[T, v]`, and how their scores are computed, in float32 at least.
+
+    `draws` are the sampling inputs of the T rows, in order; if `draws` is empty, the scores are the logits. `least`
+    `[T, 1]` are the lowest tempered logits that filters keep; it is given only if this rank cannot compute them alone.
+    `masks` are token bitmasks of grammars, int32 `[T, words]` with a bit for each column: the result is the same as for
+    logits to which `barred` applied the masks. Masks are given only if no request has filters.
+    """
+
+    values: Tensor
+    draws: Sequence[SamplingInputs] = ()
+    least: Tensor | None = None
+    masks: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from cluster.sampling.filters import AT_ONCE, INTEGER, float_of, mass_of, ordere
 from cluster.sampling.noise import at_least_float32
 from cluster.sampling.radix_select import Digit, descend, histogram_
 from cluster.sampling.row_blocks import blocks
-from cluster.sampling.sampling_inputs import WORDS, SamplingInputs, draw_of, words_of
+from cluster.sampling.sampling_inputs import WORDS, SamplerInput, SamplingInputs, draw_of, words_of
 
 DIGIT = 8  # bits of one histogram: 256 numbers of a row travel at once, in 4 rounds for 32 bits
 CHOSEN = 2  # numbers per row that describe a shard's best: score and column
@@ -125,25 +125,22 @@ class ShardedRows:
         return float_of(descend(filled, spare, DIGIT, INTEGER[dtype]), dtype)
 
 
-def told(columns: ShardedLogits, draws: Sequence[SamplingInputs]) -> tuple[Sequence[SamplingInputs], Tensor | None]:
-    """Return (sampling inputs of the T' rows scored here, thresholds `[T', 1]` of their filters).
-
-    Thresholds are None if no row has filters, or if this rank can compute them alone. `draws` are the sampling inputs
-    of own rows, in order.
-    """
+def scored_rows(columns: ShardedLogits, draws: Sequence[SamplingInputs], masks: Tensor | None = None) -> SamplerInput:
+    """Return the sampler's input for the T' rows scored here. `draws` and `masks` are those of own rows, in order."""
     shards = columns.shards
     if shards is None or draws[0].noise is None:
-        return draws, None
+        return SamplerInput(columns.values, draws, None, masks)
     if shards.wide:
         draws = [draw_of(shards.spread(words_of(draws)), draws[0])]
     if not draws[0].sampling.filtered:
-        return draws, None
+        return SamplerInput(columns.values, draws, None, masks)
 
     def by_row(name: str) -> Tensor:
         return torch.cat([draw.by_row(getattr(draw.sampling, name)) for draw in draws])[:, None]
 
     rows = ShardedRows(columns, shards, by_row("inverse_temperature"))
-    return draws, thresholds(rows, by_row("top_k"), by_row("top_p"), by_row("min_p"))
+    least = thresholds(rows, by_row("top_k"), by_row("top_p"), by_row("min_p"))
+    return SamplerInput(columns.values, draws, least, masks)
 
 
 def best_of_all(columns: ShardedLogits, shards: Shards, chosen: Tensor, score: Tensor) -> tuple[Tensor, Tensor]:

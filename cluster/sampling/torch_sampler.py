@@ -15,7 +15,7 @@ from cluster.batch import SamplingBatch
 from cluster.sampling.filters import AT_ONCE, least_kept
 from cluster.sampling.noise import Noise, at_least_float32, keys_along
 from cluster.sampling.row_blocks import blocks
-from cluster.sampling.sampling_inputs import SamplingInputs
+from cluster.sampling.sampling_inputs import SamplerInput, SamplingInputs
 from cluster.sampling.token_bitmask import barred
 
 FAR = 64.0
@@ -24,54 +24,33 @@ below all kept ones, and their probability is too small to matter to a draft. Th
 
 
 class Sampler(Protocol):
-    """Finds the best columns of rows of logits `values` `[T, v]`, by scores in float32 at least.
-
-    `draws` are the sampling inputs of the T rows, in order; if `draws` is empty, the scores are the logits. `least`
-    `[T, 1]` are the lowest tempered logits that filters keep; it is given only if this rank cannot compute them alone.
-    `masks` are token bitmasks of grammars, int32 `[T, words]` with a bit for each column: the result is the same as for
-    logits to which `barred` applied the masks. Masks are given only if no request has filters.
-    """
+    """Finds the best columns of rows of logits, by their scores."""
 
     def noise(self, seeds: Tensor, first: Tensor, count: int, hashes: Tensor, dtype: torch.dtype) -> Noise:
         """Return the noise of requests with `seeds` `[B]` at `count` positions from `first` `[B]` on, for the tokens
         with `hashes` `[v]`.
         """
-        ...
 
-    def best(
-        self, values: Tensor, draws: Sequence[SamplingInputs], least: Tensor | None, masks: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def best(self, rows: SamplerInput) -> tuple[Tensor, Tensor]:
         """Return the column of the highest score, and that score, `[T]` each.
 
         NaN and +inf count as highest, so the returned score tells whether any logit of the row was NaN or +inf. The
         lowest column wins a tie.
         """
-        ...
 
-    def likeliest(
-        self,
-        values: Tensor,
-        draws: Sequence[SamplingInputs],
-        least: Tensor | None,
-        count: int,
-        masks: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def likeliest(self, rows: SamplerInput, count: int) -> tuple[Tensor, Tensor]:
         """Return the log-softmax of the scores for the `count` best columns, and these columns, `[T, count]` each.
 
         For a row whose log-softmax is NaN, the columns are 0 to `count - 1`.
         """
-        ...
 
-    def found(
-        self, values: Tensor, draws: Sequence[SamplingInputs], least: Tensor | None, count: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def found(self, rows: SamplerInput, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the `count` best scores and their columns, `[T, count]` each, and the log-sum-exp over the v columns,
-        `[T, 1]`. The shards of a vocabulary merge these into log-probabilities.
+        `[T, 1]`, without masks. The shards of a vocabulary merge these into log-probabilities.
 
         If `draws` is empty, the lower column comes first in a tie, and the bits of a row do not depend on the number of
         rows.
         """
-        ...
 
 
 class TorchSampler:
@@ -82,36 +61,21 @@ class TorchSampler:
         keys = keys_along(seeds, first, count)
         return Noise.of(keys, hashes, dtype)
 
-    def best(
-        self, values: Tensor, draws: Sequence[SamplingInputs], least: Tensor | None, masks: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def best(self, rows: SamplerInput) -> tuple[Tensor, Tensor]:
         """Take the maximum of the scores, block by block; see `Sampler.best`."""
-        values = values if masks is None else barred(values, masks, None)
-        score, chosen = by_block(values, draws, least, lambda ranked: tuple(ranked.max(-1)))
+        score, chosen = by_block(rows, lambda ranked: tuple(ranked.max(-1)))
         return chosen, score.to(at_least_float32(score.dtype))
 
-    def likeliest(
-        self,
-        values: Tensor,
-        draws: Sequence[SamplingInputs],
-        least: Tensor | None,
-        count: int,
-        masks: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def likeliest(self, rows: SamplerInput, count: int) -> tuple[Tensor, Tensor]:
         """Take the log-softmax of the scores and its top `count`, block by block; see `Sampler.likeliest`."""
-        values = values if masks is None else barred(values, masks, None)
-        wide = at_least_float32(values.dtype)
-        likely, chosen = by_block(
-            values, draws, least, lambda ranked: tuple(ranked.log_softmax(-1, dtype=wide).topk(count, -1))
-        )
+        wide = at_least_float32(rows.values.dtype)
+        likely, chosen = by_block(rows, lambda ranked: tuple(ranked.log_softmax(-1, dtype=wide).topk(count, -1)))
         return likely, first_of_nan(likely, chosen)
 
-    def found(
-        self, values: Tensor, draws: Sequence[SamplingInputs], least: Tensor | None, count: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def found(self, rows: SamplerInput, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Take the top `count` and the log-sum-exp of the scores, block by block; see `Sampler.found`."""
-        wide, taken = at_least_float32(values.dtype), best_and_total if draws else best_in_order
-        top, columns, total = by_block(values, draws, least, lambda ranked: taken(ranked.to(wide), count))
+        wide, taken = at_least_float32(rows.values.dtype), best_and_total if rows.draws else best_in_order
+        top, columns, total = by_block(rows, lambda ranked: taken(ranked.to(wide), count))
         return top, columns, total
 
 
@@ -138,11 +102,12 @@ Taken = Callable[[Tensor], tuple[Tensor, ...]]
 """A reduction over the last dimension of the scores `[.., v]` of some rows."""
 
 
-def by_block(values: Tensor, draws: Sequence[SamplingInputs], least: Tensor | None, taken: Taken) -> tuple[Tensor, ...]:
-    """Return the reduction `taken` over the scores of all rows of logits `[T, v]`, computed block by block.
-
-    `draws` are the sampling inputs of the rows; if no request samples, the scores are the logits.
+def by_block(rows: SamplerInput, taken: Taken) -> tuple[Tensor, ...]:
+    """Return the reduction `taken` over the scores of all rows, computed block by block. If no request samples, the
+    scores are the logits.
     """
+    values, draws, least, masks = rows
+    values = values if masks is None else barred(values, masks, None)
     width, device = values.shape[1], values.device
     if not draws or draws[0].noise is None:
         return joined([taken(values[block]) for block in blocks(values.shape[0], width, device)])

@@ -4,6 +4,7 @@ Results must equal those of `TorchSampler`, except for the last digits of noise.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from cluster.kernels.filters import gpu as filters
 from cluster.kernels.launch import INTERPRETED, WIDE, launch, warps, whole
 from cluster.sampling.filters import MASS
 from cluster.sampling.noise import Noise, at_least_float32
-from cluster.sampling.sampling_inputs import SamplingInputs
+from cluster.sampling.sampling_inputs import SamplerInput, SamplingInputs
 from cluster.sampling.token_bitmask import barred
 from cluster.sampling.torch_sampler import FAR, first_of_nan
 
@@ -28,76 +29,83 @@ class TritonSampler:
         """Compute the keys only; see `Sampler.noise`."""
         requests, first = first.shape[0], first.contiguous()
         keys = first.new_empty(requests, count)
-        launch(gpu.keys_along, (requests,), seeds, first, keys, seeds.stride(0), count, BLOCK=whole(count))
+        arguments = gpu.KeysAlongArguments(seeds, first, keys, seeds.stride(0), count)
+        launch(gpu.keys_along, (requests,), arguments, BLOCK=whole(count))
         return Noise(keys, hashes, dtype)
 
-    def best(
-        self, values: Tensor, draws: Sequence[SamplingInputs], least: Tensor | None, masks: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def best(self, rows: SamplerInput) -> tuple[Tensor, Tensor]:
         """Return the best column and its score; see `Sampler.best`."""
-        values = values if masks is None else barred(values, masks, None)
-        scores, columns, _ = self._found(values, draws, least, 1, summed=False)
+        scores, columns, _ = self._found(rows, 1, summed=False)
         return columns[:, 0], scores[:, 0]
 
-    def likeliest(
-        self,
-        values: Tensor,
-        draws: Sequence[SamplingInputs],
-        least: Tensor | None,
-        count: int,
-        masks: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def likeliest(self, rows: SamplerInput, count: int) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and columns of the best; see `Sampler.likeliest`."""
-        values = values if masks is None else barred(values, masks, None)
-        scores, columns, total = self._found(values, draws, least, count, summed=True)
+        scores, columns, total = self._found(rows, count, summed=True)
         likely = scores - total.masked_fill(total.isinf(), float("nan"))
         return likely, first_of_nan(likely, columns)
 
-    def found(
-        self, values: Tensor, draws: Sequence[SamplingInputs], least: Tensor | None, count: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def found(self, rows: SamplerInput, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the best of a shard and its log-sum-exp; see `Sampler.found`."""
-        return self._found(values, draws, least, min(count, values.shape[1]), summed=True)
+        return self._found(rows, min(count, rows.values.shape[1]), summed=True)
 
-    def _found(
-        self, values: Tensor, draws: Sequence[SamplingInputs], least: Tensor | None, count: int, summed: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _found(self, inputs: SamplerInput, count: int, summed: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Return scores and columns `[T, count]`, and the log-sum-exp `[T, 1]`, which is computed only if `summed`."""
+        values, draws, least, masks = inputs
+        values = values if masks is None else barred(values, masks, None)
         rows, size = values.shape
         if not 1 <= count <= size:
             raise ValueError(f"{count} of {size} columns")
         values, wide = values if values.stride(1) == 1 else values.contiguous(), at_least_float32(values.dtype)
-        drawn: tuple[Tensor | None, ...] = (None,) * 5
-        noisy, filtered = bool(draws) and draws[0].noise is not None, False
-        if noisy:
-            drawn = _drawn(values, draws, least)
-            filtered = drawn[-1] is not None
+        noisy = bool(draws) and draws[0].noise is not None
+        noise = _row_noise(values, draws, least) if noisy else RowNoise()
         # Two kernels: the best `count` of each part of a row, then the best of all parts.
         block = min(COLUMNS, whole(size))
         parts = -(-size // block)
         part_scores = values.new_empty(rows, parts, count, dtype=wide)
         part_columns = values.new_empty(rows, parts, count, dtype=torch.int32)
         sums = values.new_empty(rows, parts, 2, dtype=wide)
-        how = {"SUMMED": summed, "COUNT": count, "WIDE": WIDE[wide]}
         launch(
             gpu.best_of_part,
             (rows, parts),
-            *(values, *drawn, part_scores, part_columns, sums, values.stride(0), size, FAR),
-            **(how | {"NOISY": noisy, "FILTERED": filtered, "BLOCK": block}),
+            gpu.BestOfPartArguments(
+                values, *noise, part_scores, part_columns, sums, stride=values.stride(0), columns=size, far=FAR
+            ),
+            NOISY=noisy,
+            FILTERED=noise.least is not None,
+            SUMMED=summed,
+            COUNT=count,
+            WIDE=WIDE[wide],
+            BLOCK=block,
         )
         scores, total = values.new_empty(rows, count, dtype=wide), values.new_empty(rows, 1, dtype=wide)
         columns = values.new_empty(rows, count, dtype=torch.int64)
         launch(
             gpu.best_of_all,
             (rows,),
-            *(part_scores, part_columns, sums, scores, columns, total, parts, size),
-            **(how | {"PARTS": whole(parts), "BLOCK": whole(parts * count)}),
+            gpu.BestOfAllArguments(part_scores, part_columns, sums, scores, columns, total, parts, size),
+            SUMMED=summed,
+            COUNT=count,
+            WIDE=WIDE[wide],
+            PARTS=whole(parts),
+            BLOCK=whole(parts * count),
         )
         return scores, columns, total
 
 
-def _drawn(values: Tensor, draws: Sequence[SamplingInputs], least: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return (inverse temperature, noise scale, noise key) of each row, the token hashes, and the filters' thresholds.
+class RowNoise(NamedTuple):
+    """Inverse temperature, noise scale and noise key of each row, the token hashes, and the filters' thresholds. All
+    are None if no row is sampled, and `least` is None without filters.
+    """
+
+    inverse: Tensor | None = None
+    scale: Tensor | None = None
+    keys: Tensor | None = None
+    hashes: Tensor | None = None
+    least: Tensor | None = None
+
+
+def _row_noise(values: Tensor, draws: Sequence[SamplingInputs], least: Tensor | None) -> RowNoise:
+    """Return the noise of the rows of `values`.
 
     Raises:
         ValueError: noise or `draws` do not fit the columns or rows of `values`. The kernels do not check this.
@@ -118,7 +126,7 @@ def _drawn(values: Tensor, draws: Sequence[SamplingInputs], least: Tensor | None
         raise ValueError(f"{values.shape[0]} rows of logits, and draws of {start}")
     inverse, scale, keys = (torch.cat(column) for column in zip(*parts, strict=True))
     least = torch.cat(kept) if kept else least
-    return inverse, scale, keys, noise.hashes.contiguous(), None if least is None else least.contiguous()
+    return RowNoise(inverse, scale, keys, noise.hashes.contiguous(), None if least is None else least.contiguous())
 
 
 def least_kept(values: Tensor, draw: SamplingInputs) -> Tensor:
@@ -127,9 +135,24 @@ def least_kept(values: Tensor, draw: SamplingInputs) -> Tensor:
     """
     sampling, wide, (rows, size) = draw.sampling, at_least_float32(values.dtype), values.shape
     least = values.new_empty(rows, 1, dtype=wide)
-    given = (sampling.inverse_temperature, sampling.top_k, sampling.top_p, sampling.min_p.log())
     block = min(AT_ONCE, whole(size))
-    how = {"MASS": MASS, "LIBRARY": not INTERPRETED, "WIDE": WIDE[wide], "BLOCK": block, "num_warps": warps(block, 256)}
-    numbers = values.stride(0), size
-    launch(filters.threshold, (rows,), values, *map(draw.by_row, given), least, *numbers, **how)
+    launch(
+        filters.threshold,
+        (rows,),
+        filters.ThresholdArguments(
+            values,
+            inverse=draw.by_row(sampling.inverse_temperature),
+            top_k=draw.by_row(sampling.top_k),
+            top_p=draw.by_row(sampling.top_p),
+            log_min_p=draw.by_row(sampling.min_p.log()),
+            least=least,
+            stride=values.stride(0),
+            columns=size,
+        ),
+        MASS=MASS,
+        LIBRARY=not INTERPRETED,
+        WIDE=WIDE[wide],
+        BLOCK=block,
+        num_warps=warps(block, 256),
+    )
     return least

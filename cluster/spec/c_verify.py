@@ -15,7 +15,7 @@ POINTERS = ("tokens", "parents", "depths", "chosen", "path", "taken", "lens", "b
 NUMBERS = ("trees", "nodes", "wide", "tokens_stride", "parents_stride", "depths_stride")
 
 
-class AcceptArguments(Structure):
+class AcceptStruct(Structure):
     """Arguments of the C function, laid out as `struct aerie_accept`."""
 
     _fields_ = (*((name, c_void_p) for name in POINTERS), *((name, c_int64) for name in NUMBERS))
@@ -34,7 +34,7 @@ class CAccept:
         rows = [each if each.stride(1) == 1 else each.contiguous() for each in (tree.tokens, tree.parents, tree.depths)]
         path, taken = chosen.new_empty(trees, wide), chosen.new_empty(trees, wide)
         lens, bonus = chosen.new_empty(trees), chosen.new_empty(trees)
-        given = AcceptArguments(trees=trees, nodes=nodes, wide=wide)
+        given = AcceptStruct(trees=trees, nodes=nodes, wide=wide)
         given.tokens_stride, given.parents_stride, given.depths_stride = (each.stride(0) for each in rows)
         # In the order of POINTERS; the last one is scratch memory, one byte per node.
         told = (*rows, chosen, path, taken, lens, bonus, chosen.new_empty(nodes, dtype=torch.int8))

@@ -63,19 +63,22 @@ class TritonGrowth:
             depths = depths_of(total, self._k, tokens.device)
             return best_tree(Candidates(tokens, scores, parents.long(), depths, self._depth), bonus, nodes)
         # Tokens, parents and depths of the nodes; the second kernel finds ancestors from the parents.
-        made = tokens.new_empty(r, nodes), tokens.new_empty(r, nodes), tokens.new_empty(r, nodes)
-        how = {
-            "TOPK": self._k,
-            "BITS": 8 * scores.dtype.itemsize,
-            "BLOCK": whole(total),
-            "num_warps": warps(whole(total)),
-        }
-        launch(gpu.keep, (r,), tokens, scores, parents, bonus.contiguous(), *made, total, nodes - 1, nodes, **how)
+        kept = tokens.new_empty(r, nodes), tokens.new_empty(r, nodes), tokens.new_empty(r, nodes)
+        launch(
+            gpu.keep,
+            (r,),
+            gpu.KeepArguments(
+                tokens, scores, parents, bonus.contiguous(), *kept, total=total, wanted=nodes - 1, nodes=nodes
+            ),
+            TOPK=self._k,
+            BITS=8 * scores.dtype.itemsize,
+            BLOCK=whole(total),
+            num_warps=warps(whole(total)),
+        )
         ancestors = torch.empty(r, nodes, nodes, dtype=torch.bool, device=tokens.device)
-        places = r, -(-nodes // ROWS)
-        how = {"ROWS": ROWS, "BLOCK": whole(nodes)}
-        launch(gpu.ancestry, places, made[1], ancestors.view(torch.uint8), nodes, self._depth, **how)
-        return DraftTree(*made, ancestors)
+        arguments = gpu.AncestryArguments(kept[1], ancestors.view(torch.uint8), nodes, deepest=self._depth)
+        launch(gpu.ancestry, (r, -(-nodes // ROWS)), arguments, ROWS=ROWS, BLOCK=whole(nodes))
+        return DraftTree(*kept, ancestors)
 
     def _level(
         self, proposed: Tensor, likely: Tensor, rows: tuple[Tensor, ...] | None
@@ -85,20 +88,33 @@ class TritonGrowth:
         `rows` are the same four results for the level before. If `rows` is None, this is level 1, below the root.
         """
         r, k = proposed.shape[:2]
-        made = (
+        best = (
             proposed.new_empty(r, k),
             proposed.new_empty(r, k),
             proposed.new_empty(r, k, dtype=self._wide),
             proposed.new_empty(r, k, dtype=torch.int32),
         )
         score, number = (None, None) if rows is None else rows[2:]
-        given = proposed.contiguous(), likely.contiguous(), score, number
-        how = {"FIRST": rows is None, "TOPK": k, "WIDE": WIDE[self._wide], "FLOOR": tree.FLOOR, "DECAY": DECAY}
-        count = k if rows is None else k * k
-        how |= {"BLOCK": whole(count), "num_warps": warps(whole(count))}
-        total = self._candidates[0].shape[1]
-        launch(gpu.level, (r,), *given, *self._candidates, *made, self._before, total, **how)
-        return made
+        block = whole(k if rows is None else k * k)
+        launch(
+            gpu.level,
+            (r,),
+            gpu.LevelArguments(
+                *(proposed.contiguous(), likely.contiguous(), score, number),
+                *self._candidates,
+                *best,
+                before=self._before,
+                total=self._candidates[0].shape[1],
+            ),
+            FIRST=rows is None,
+            TOPK=k,
+            WIDE=WIDE[self._wide],
+            FLOOR=tree.FLOOR,
+            DECAY=DECAY,
+            BLOCK=block,
+            num_warps=warps(block),
+        )
+        return best
 
 
 def accept(tree: DraftTree, chosen: Tensor, first: Tensor, num_steps: int) -> Accepted:
@@ -107,8 +123,13 @@ def accept(tree: DraftTree, chosen: Tensor, first: Tensor, num_steps: int) -> Ac
     tokens, parents = (each if each.stride(1) == 1 else each.contiguous() for each in (tree.tokens, tree.parents))
     path, taken = chosen.new_empty(trees, wide), chosen.new_empty(trees, wide)
     lens, bonus = chosen.new_empty(trees), chosen.new_empty(trees)
-    made = path, taken, lens, bonus
-    numbers = nodes, tokens.stride(0), parents.stride(0)
-    how = {"WIDE": wide, "BLOCK": whole(nodes), "num_warps": warps(whole(nodes))}
-    launch(accepting.accept, (trees,), tokens, parents, chosen.contiguous(), *made, *numbers, **how)
+    arguments = accepting.AcceptArguments(
+        *(tokens, parents, chosen.contiguous()),
+        *(path, taken, lens, bonus),
+        nodes=nodes,
+        tokens_stride=tokens.stride(0),
+        parents_stride=parents.stride(0),
+    )
+    block = whole(nodes)
+    launch(accepting.accept, (trees,), arguments, WIDE=wide, BLOCK=block, num_warps=warps(block))
     return Accepted(path, taken, lens, with_prompts(bonus, first))

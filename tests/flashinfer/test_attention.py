@@ -11,6 +11,7 @@ from cluster.attention.flashinfer import plans as flashinfer_plans
 from cluster.attention.flashinfer.backend import FlashInferAttention
 from cluster.attention.flashinfer.plans import RunnerPlans
 from cluster.attention.flashinfer.readers import paged_view
+from cluster.attention.shape import AttentionShape
 from cluster.batch import HostBounds
 from cluster.kernels.flashinfer.library import Share
 from cluster.kv.pool import KVPool
@@ -30,9 +31,9 @@ def maker(one: Case, unknown: int) -> Callable[..., FlashInferAttention]:
         def prepare(self, bounds: HostBounds) -> None:
             super().prepare(bounds._replace(least=tuple(max(0, count - unknown) for count in one.committed)))
 
-    def make(pool: KVPool, table: Any, heads: int, windows: tuple[int | None, ...], *given: Any) -> Told:
-        shares = [Share(not window, not (window and one.latent)) for window in windows]
-        return Told(pool, table, heads, windows, *given, stand_in(), shares)
+    def make(pool: KVPool, table: Any, shape: AttentionShape) -> Told:
+        shares = [Share(not window, not (window and one.latent)) for window in shape.sliding_windows]
+        return Told(pool, table, shape, stand_in(), shares)
 
     return make
 
@@ -73,7 +74,7 @@ def test_a_pool_in_fp8_is_not_taken() -> None:
     one, cell = Case(4, 2, (9, 20), (-1,), (), 4, "run"), (2, 2, 8)
     coded = KVPool(1, 64, cell, torch.float64, CPU, CodedCell(cell))
     with pytest.raises(AssertionError, match="other scales"):
-        maker(one, 0)(coded, one.table, 4, (None,), 0.3, 8)
+        maker(one, 0)(coded, one.table, AttentionShape(4, (None,), 0.3, 8))
 
 
 class Steps:
@@ -96,7 +97,7 @@ class Steps:
 @pytest.fixture
 def plans() -> Iterator[RunnerPlans]:
     one = Case(4, 2, (9, 20), (-1,), (), 4, "run")
-    made = maker(one, 0)(KVPool(1, 64, (2, 2, 8), torch.float64, CPU), one.table, 4, (None,), 0.3, 8)
+    made = maker(one, 0)(KVPool(1, 64, (2, 2, 8), torch.float64, CPU), one.table, AttentionShape(4, (None,), 0.3, 8))
     yield made._plans
     DEVICE.read = DEVICE.begun
 

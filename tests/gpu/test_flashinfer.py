@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cluster.attention.flashinfer.backend import FlashInferAttention
+from cluster.attention.shape import AttentionShape
 from cluster.capture.cuda_graph import CudaSegments, Graph
 from cluster.capture.recorder import Ahead, repeated
 from cluster.engine import build_engine
@@ -43,7 +44,8 @@ def attention_of(one: Case) -> FlashInferAttention:
     pool = KVPool(2, one.pool.kv.shape[1], tuple(one.pool.kv.shape[2:]), one.dtype, CUDA)
     pool.kv.copy_(one.pool.kv.nan_to_num())
     shares = [Share(True, True), Share(one.window is None, True)]
-    return FlashInferAttention(pool, table, one.heads, (None, one.window), 0.3, one.values, asked(one.dtype), shares)
+    shape = AttentionShape(one.heads, (None, one.window), 0.3, one.values)
+    return FlashInferAttention(pool, table, shape, asked(one.dtype), shares)
 
 
 def given(one: Case, attention: FlashInferAttention, unknown: int, turn: int = 0) -> Tensor:

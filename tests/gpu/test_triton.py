@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cluster.attention.shape import AttentionShape
 from cluster.attention.triton_backend import TritonAttention
 from cluster.kernels.interface import Activation, Angles, HeadNorms
 from cluster.kernels.torch_kernels import TorchKernels
@@ -48,7 +49,7 @@ def on_the_device(case: Case) -> Tensor:
     filled = case.filled()
     pool = KVPool(2, filled.slots, filled.cell, case.dtype, CUDA, filled.coded)
     pool.kv.copy_(filled.kv)
-    attention = TritonAttention(pool, table, case.heads, (None, case.window), 0.3, case.values)
+    attention = TritonAttention(pool, table, AttentionShape(case.heads, (None, case.window), 0.3, case.values))
     attention.bind(there(case.seen()))
     out = attention(1, case.q.to(CUDA), case.kv.to(CUDA), there(case.sinks)).cpu()
     assert out.isfinite().all()

@@ -20,6 +20,7 @@ from cluster.kernels.c_operators import operators_of
 from cluster.kernels.interface import Activation, Angles, HeadNorms
 from cluster.kernels.library import Library, opened
 from cluster.sampling.c_sampler import CSampler
+from cluster.sampling.sampling_inputs import SamplerInput
 from tests.unit.attention.dense import Case
 from tests.unit.attention.test_twins import KINDS, SHAPES, case
 from tests.unit.kernels.test_codes import KINDS as KINDS_OF_CODES
@@ -80,7 +81,7 @@ def results(library: Library) -> Iterator[tuple[str, Tensor]]:
         for vocab in (1, 7, 33, 2049, 5000):
             logits, draw = logits_of(12, vocab, dtype), draw_of(unfiltered(4, dtype), 3, vocab, dtype)
             for draws in ([draw], [replace(draw, noise=None)]):
-                found = CSampler(library).found(logits, draws, None, min(vocab, 9))
+                found = CSampler(library).found(SamplerInput(logits, draws), min(vocab, 9))
                 yield f"choice {dtype} {vocab} {draws[0].noise is None}", torch.cat(found, 1)
     for shape in SHAPES:
         for kind in KINDS:

@@ -10,17 +10,18 @@ from torch import Tensor
 from cluster.arch.cell import CodedCell
 from cluster.attention.ancestor_bits import line_bits
 from cluster.attention.flashinfer.plans import LISTING
-from cluster.attention.triton_backend import Before, TritonAttention
+from cluster.attention.shape import AttentionShape
+from cluster.attention.triton_backend import Before, LayerCall, TritonAttention
 from cluster.batch import AttentionMetadata, PromptRows, SamplingBatch, TreeRows
-from cluster.kernels.attend import gpu
 from cluster.kernels.interface import Activation, Angles, HeadNorms
+from cluster.kernels.join.gpu import ListPagesArguments, list_pages
 from cluster.kernels.launch import launch
 from cluster.kernels.triton_kernels import TritonKernels
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
 from cluster.kv.triton_pool import TritonPool
 from cluster.sampling.noise import Noise
-from cluster.sampling.sampling_inputs import SamplingInputs
+from cluster.sampling.sampling_inputs import SamplerInput, SamplingInputs
 from cluster.sampling.triton_sampler import TritonSampler, least_kept
 from cluster.spec.triton_tree import TritonGrowth, accept
 from tests.triton.compiling import Started, watching
@@ -31,23 +32,15 @@ CPU = torch.device("cpu")
 class Window(TritonAttention):
     """What is left of a tree where FlashInfer attends its committed tokens, and of a text's sinks."""
 
-    def _attend_tree(
-        self, given: tuple[Tensor | None, ...], tree: TreeRows, first: int, window: int, before: Before | None = None
-    ) -> None:
-        super()._attend_tree(given, tree, first, window, self._before(given, tree.lens.to(torch.int32)))
+    def _attend_tree(self, call: LayerCall, tree: TreeRows, before: Before | None = None) -> None:
+        super()._attend_tree(call, tree, self._before(call, tree.lens.to(torch.int32)))
 
-    def _attend_text(
-        self, given: tuple[Tensor | None, ...], text: PromptRows, after: int, first: int, window: int
-    ) -> None:
-        _, _, _, bad, sinks, out = given
-        assert bad is not None and out is not None
-        self._join(None, 0, bad, sinks, self._before(given, None), out)
+    def _attend_text(self, call: LayerCall, text: PromptRows, first_row: int) -> None:
+        self._join(call, self._before(call, None))
 
-    def _before(self, given: tuple[Tensor | None, ...], until: Tensor | None) -> Before:
-        q, *_, out = given
-        assert q is not None and out is not None
-        lse = torch.zeros(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
-        return Before(out.view(q.shape[0], self._heads, self._value_dim), lse, until)
+    def _before(self, call: LayerCall, until: Tensor | None) -> Before:
+        lse = torch.zeros(call.q.shape[:2], dtype=torch.promote_types(call.q.dtype, torch.float32))
+        return Before(call.out.view(call.q.shape[0], self._heads, self._value_dim), lse, until)
 
 
 class Shape(NamedTuple):
@@ -113,8 +106,9 @@ def started(shape: Shape, dtype: torch.dtype) -> Iterator[tuple[str, Started]]:
         if not shape.fp8:
             _attend(shape, dtype, 512, None, text, Window)
         table = PageTable(2, 4096, 16, CPU)
-        listing = table.device_pages, text.rows, text.rows.to(torch.int32), torch.zeros(9, dtype=torch.int32)
-        launch(gpu.list_pages, (2, 1), *listing, table.device_pages.stride(0), BLOCK=LISTING)
+        pages, listed = table.device_pages, torch.zeros(9, dtype=torch.int32)
+        arguments = ListPagesArguments(pages, text.rows, text.rows.to(torch.int32), listed, pages.stride(0))
+        launch(list_pages, (2, 1), arguments, BLOCK=LISTING)
     yield from ((f"{one.program.__name__}, prompts", one) for one in seen)
 
 
@@ -128,8 +122,8 @@ def chosen() -> Iterator[tuple[str, Started]]:
     logits = torch.zeros(rows, vocab, dtype=torch.bfloat16)
     for name, draw in (("greedy", SamplingInputs(1, sampling, None)), ("sampled", SamplingInputs(1, sampling, noise))):
         with watching() as seen:
-            TritonSampler().best(logits, [draw], torch.zeros(rows, 1) if draw.noise else None)
-            TritonSampler().likeliest(logits, [draw], None, 8)
+            TritonSampler().best(SamplerInput(logits, [draw], torch.zeros(rows, 1) if draw.noise else None))
+            TritonSampler().likeliest(SamplerInput(logits, [draw]), 8)
         yield from ((f"{one.program.__name__}, {name}", one) for one in seen)
     filtered = replace(sampling, filtered=True)
     for dtype in (torch.bfloat16, torch.float32):
@@ -183,7 +177,7 @@ def _attend(
     table, cell = PageTable(64, 4096, 16, CPU), (2, shape.kv_heads, shape.size)
     cell = cell if shape.value is None else (1, 1, shape.size)
     pool = KVPool(1, 32, cell, dtype, CPU, CodedCell(cell, shape.value) if shape.fp8 else None)
-    backend = made(pool, table, shape.heads, (shape.window,), None, shape.value)
+    backend = made(pool, table, AttentionShape(shape.heads, (shape.window,), None, shape.value))
     backend._processors = 132
     backend.bind(AttentionMetadata(torch.zeros(rows, dtype=torch.int64), tree, text))
     kv = torch.zeros(rows, *cell, dtype=dtype)

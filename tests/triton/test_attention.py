@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from cluster.attention.ancestor_bits import line_bits
+from cluster.attention.shape import AttentionShape
 from cluster.attention.triton_backend import TritonAttention
 from cluster.batch import AttentionMetadata, PromptRows, TreeRows
 from cluster.kv.page_table import PageTable
@@ -77,7 +78,7 @@ def one_head() -> tuple[PageTable, TritonAttention]:
     table = PageTable(1, 64, 16, CPU)
     table.device_pages[0] = torch.arange(table.device_pages.shape[1]) + 1
     pool = KVPool(1, 100, (2, 2, 24), torch.float32, CPU)
-    return table, TritonAttention(pool, table, 4, (None,), 0.3, 24)
+    return table, TritonAttention(pool, table, AttentionShape(4, (None,), 0.3, 24))
 
 
 def test_a_cell_that_is_not_finite_stays_its_rows_own() -> None:

@@ -7,7 +7,7 @@ import torch
 
 from cluster.sampling import filters
 from cluster.sampling.noise import at_least_float32, vocabulary_hashes
-from cluster.sampling.sampling_inputs import SamplingInputs
+from cluster.sampling.sampling_inputs import SamplerInput, SamplingInputs
 from cluster.sampling.torch_sampler import TORCH
 from cluster.sampling.triton_sampler import TritonSampler, least_kept
 from cluster.spec.tree import FLOOR
@@ -29,18 +29,18 @@ def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_best(noisy: bool, vocab: int, dtype: torch.dtype) -> None:
     logits, draw = logits_of(6, vocab, dtype), draw_of(unfiltered(2, dtype), 3, vocab, dtype)
     draws = [draw if noisy else replace(draw, noise=None)]
-    near, every = NEAR[dtype], TORCH.found(logits, draws, None, vocab)
-    column, score = OWN.best(logits, draws, None)
+    near, every = NEAR[dtype], TORCH.found(SamplerInput(logits, draws), vocab)
+    column, score = OWN.best(SamplerInput(logits, draws))
     assert torch.allclose(score, every[0][:, 0], rtol=near, atol=near)
     by_column = torch.empty_like(every[0]).scatter_(1, every[1], every[0])
     assert torch.allclose(by_column.gather(1, column[:, None])[:, 0], score, rtol=near, atol=near), "two may be as good"
     for count in {min(count, vocab) for count in (1, 5)}:
-        scores, columns, total = OWN.found(logits, draws, None, count)
+        scores, columns, total = OWN.found(SamplerInput(logits, draws), count)
         assert torch.allclose(scores, every[0][:, :count], rtol=near, atol=near)
         assert torch.allclose(by_column.gather(1, columns), scores, rtol=near, atol=near)
         assert all(len(set(row)) == count for row in columns.tolist())
         assert torch.allclose(total, every[2], rtol=near, atol=near)
-        likely, again = OWN.likeliest(logits, draws, None, count)
+        likely, again = OWN.likeliest(SamplerInput(logits, draws), count)
         assert torch.equal(again, columns) and torch.allclose(likely, scores - total, rtol=near, atol=near)
 
 
@@ -49,12 +49,12 @@ def test_filters_keep_what_they_keep_for_the_twin(dtype: torch.dtype) -> None:
     sampling, vocab = mixed(dtype), 500
     logits, draw = logits_of(12, vocab, dtype), draw_of(sampling, 2, vocab, dtype)
     for least in (None, logits_of(12, vocab, dtype).topk(9).values[:, 8:]):
-        columns, score = OWN.best(logits, [draw], least)
-        wanted, best = TORCH.best(logits, [draw], least)
+        columns, score = OWN.best(SamplerInput(logits, [draw], least))
+        wanted, best = TORCH.best(SamplerInput(logits, [draw], least))
         assert torch.equal(columns, wanted)
         assert torch.allclose(score, best, rtol=NEAR[dtype], atol=NEAR[dtype])
-        likely, columns = OWN.likeliest(logits, [draw], least, 8)
-        twin, wanted = TORCH.likeliest(logits, [draw], least, 8)
+        likely, columns = OWN.likeliest(SamplerInput(logits, [draw], least), 8)
+        twin, wanted = TORCH.likeliest(SamplerInput(logits, [draw], least), 8)
         assert ((columns == wanted) | (twin < FLOOR)).all()
         assert torch.allclose(likely, twin, rtol=1e-5, atol=1e-5)
 
@@ -64,7 +64,7 @@ def test_rows_of_several_kinds_of_requests(dtype: torch.dtype) -> None:
     """Trees, then the ends of prompts, as in a step."""
     logits, vocab = logits_of(9, 200, dtype), 200
     draws = [draw_of(unfiltered(2, dtype), 3, vocab, dtype), draw_of(unfiltered(3, dtype), 1, vocab, dtype)]
-    assert torch.equal(OWN.best(logits, draws, None)[0], TORCH.best(logits, draws, None)[0])
+    assert torch.equal(OWN.best(SamplerInput(logits, draws))[0], TORCH.best(SamplerInput(logits, draws))[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -75,10 +75,10 @@ def test_ties_and_numbers_that_are_not_finite(dtype: torch.dtype) -> None:
     )
     draws = [draw_of(replace(unfiltered(5, dtype), noisy=False), 1, 4, dtype)]
     draws = [replace(draws[0], noise=None)]
-    columns, score = OWN.best(rows, draws, None)
+    columns, score = OWN.best(SamplerInput(rows, draws))
     assert columns.tolist() == [1, 0, 2, 1, 2]
     assert score.isfinite().tolist() == [True, True, True, False, False]
-    likely, columns = OWN.likeliest(rows, draws, None, 3)
+    likely, columns = OWN.likeliest(SamplerInput(rows, draws), 3)
     assert likely[3:].isnan().all() and columns[3:].tolist() == [[0, 1, 2]] * 2
     assert columns[:3].tolist() == [[1, 2, 3], [0, 1, 2], [2, 0, 1]]
 
@@ -87,9 +87,9 @@ def test_noise_for_other_columns_or_rows_is_refused() -> None:
     """A program would read whatever lies behind it."""
     draw = draw_of(unfiltered(2, torch.float32), 3, 50, torch.float32)
     with pytest.raises(ValueError, match="noise of 50 tokens for 60 columns"):
-        OWN.best(logits_of(6, 60, torch.float32), [draw], None)
+        OWN.best(SamplerInput(logits_of(6, 60, torch.float32), [draw]))
     with pytest.raises(ValueError, match="7 rows of logits, and draws of 6"):
-        OWN.best(logits_of(7, 50, torch.float32), [draw], None)
+        OWN.best(SamplerInput(logits_of(7, 50, torch.float32), [draw]))
 
 
 def kept_by_the_twin(logits: torch.Tensor, draw: SamplingInputs) -> torch.Tensor:
@@ -140,7 +140,7 @@ def test_a_row_that_is_not_finite_keeps_all() -> None:
         least, twin = least_kept(rows, draw), kept_by_the_twin(rows, draw)
         assert least[:3].isnan().all()
         assert torch.equal(least[3], twin[3])
-        assert torch.equal(OWN.best(rows, [draw], None)[0][:2], torch.tensor([1, 1]))
+        assert torch.equal(OWN.best(SamplerInput(rows, [draw]))[0][:2], torch.tensor([1, 1]))
 
 
 @pytest.mark.parametrize("count", [1, 5, 17])

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from cluster.attention.flashinfer.plans import RunnerPlans, WrapperPlan
 from cluster.attention.flashinfer.readers import CellReader, LatentReader, PagedReader
-from cluster.attention.triton_backend import Before, TritonAttention
+from cluster.attention.shape import AttentionShape
+from cluster.attention.triton_backend import Before, LayerCall, TritonAttention
 from cluster.batch import AttentionMetadata, HostBounds, PromptRows, TreeRows
 from cluster.kernels.flashinfer.library import FlashInfer, Share
 from cluster.kv.page_table import PageTable
@@ -27,17 +28,14 @@ class FlashInferAttention(TritonAttention):
         self,
         pool: KVPool,
         table: PageTable,
-        heads: int,
-        sliding_windows: Sequence[int | None],
-        scale: float | None,
-        value_dim: int | None,
+        shape: AttentionShape,
         flashinfer: FlashInfer,
         shares: Sequence[Share],
     ) -> None:
         """Bind to a pool. `shares` says for each layer what FlashInfer computes; the rest is as in `TorchAttention`."""
         assert pool.coded is None, "its FP8 caches have other scales than ours"
-        super().__init__(pool, table, heads, sliding_windows, scale, value_dim)
-        given = flashinfer, pool.kv, table.page_size, heads, self._scale
+        super().__init__(pool, table, shape)
+        given = flashinfer, pool.kv, table.page_size, self._heads, self._scale
         latent = pool.kv.shape[2] == 1
         reader: CellReader = LatentReader(*given, self._value_dim) if latent else PagedReader(*given)
         self._plans = RunnerPlans(reader, table)
@@ -62,28 +60,23 @@ class FlashInferAttention(TritonAttention):
         if seen.text is not None:
             self._texts = {window: self._plans.text(seen.text, window) for window in self._of_texts}
 
-    def _attend_tree(
-        self, given: tuple[Tensor | None, ...], tree: TreeRows, first: int, window: int, before: Before | None = None
-    ) -> None:
-        q, memory, *_, out = given
-        if self._tree is not None and window in self._of_trees:
-            assert q is not None and memory is not None and out is not None
-            before = self._read(self._tree, memory, q[: self._tree.rows], out, self._tree.until)
-        super()._attend_tree(given, tree, first, window, before)
+    def _attend_tree(self, call: LayerCall, tree: TreeRows, before: Before | None = None) -> None:
+        if self._tree is not None and call.window in self._of_trees:
+            before = self._read(self._tree, call, self._tree.until)
+        super()._attend_tree(call, tree, before)
 
-    def _attend_text(
-        self, given: tuple[Tensor | None, ...], text: PromptRows, after: int, first: int, window: int
-    ) -> None:
-        plan = self._texts.get(window)
+    def _attend_text(self, call: LayerCall, text: PromptRows, first_row: int) -> None:
+        plan = self._texts.get(call.window)
         if plan is None:
-            super()._attend_text(given, text, after, first, window)
+            super()._attend_text(call, text, first_row)
             return
-        q, memory, _, bad, sinks, out = given
-        assert q is not None and memory is not None and bad is not None and out is not None
-        out = out[after : after + plan.rows]
-        self._join(None, 0, bad[after:], sinks, self._read(plan, memory, q[after : after + plan.rows], out), out)
+        rows = slice(first_row, first_row + plan.rows)
+        own = call._replace(q=call.q[rows], bad=call.bad[rows], out=call.out[rows])
+        self._join(own, self._read(plan, own))
 
-    def _read(self, plan: WrapperPlan, memory: Tensor, q: Tensor, out: Tensor, until: Tensor | None = None) -> Before:
-        """Run FlashInfer's attention. Its values go to `out`; later `_join` replaces them by the merged values."""
-        values = out[: plan.rows].view(plan.rows, self._heads, self._value_dim)
-        return Before(values, self._plans.reader.run(plan.wrapper, memory, q, values), until)
+    def _read(self, plan: WrapperPlan, call: LayerCall, until: Tensor | None = None) -> Before:
+        """Run FlashInfer's attention of the plan's rows, which are the first of `call`. Its values go to `call.out`;
+        later `_join` replaces them by the merged values.
+        """
+        values = call.out[: plan.rows].view(plan.rows, self._heads, self._value_dim)
+        return Before(values, self._plans.reader.run(plan.wrapper, call.memory, call.q[: plan.rows], values), until)

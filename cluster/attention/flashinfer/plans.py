@@ -22,7 +22,7 @@ from cluster.attention.flashinfer.readers import AttentionWork, CellReader, Grap
 from cluster.batch import HostBounds, PromptRows, TreeRows
 from cluster.capture.recorder import ahead, repeats
 from cluster.device.transfers import brought
-from cluster.kernels.attend import gpu
+from cluster.kernels.join.gpu import ListPagesArguments, list_pages
 from cluster.kernels.launch import launch
 from cluster.kv.page_table import PageTable
 
@@ -185,7 +185,9 @@ class RunnerPlans:
         """Write the current pages of the plan's requests to `listed`. Their table rows are the first of `rows`."""
         pages = self._table.device_pages
         grid = plan.requests, -(-plan.pages // LISTING)
-        launch(gpu.list_pages, grid, pages, rows, plan.starts, plan.listed, pages.stride(0), BLOCK=LISTING)
+        assert plan.starts is not None and plan.listed is not None
+        arguments = ListPagesArguments(pages, rows, plan.starts, plan.listed, pages.stride(0))
+        launch(list_pages, grid, arguments, BLOCK=LISTING)
 
 
 @dataclass(slots=True)

@@ -54,29 +54,24 @@ class CellReader(Protocol):
 
     def wrapper(self, buffers: GraphBuffers | None = None) -> Any:
         """Return a FlashInfer wrapper with its own memory for one plan; for CUDA graphs if `buffers` is given."""
-        ...
 
     def plan(self, wrapper: Any, work: AttentionWork) -> None:
         """Plan `work` for the next runs of `wrapper`. The plan is copied to the device asynchronously, from host memory
         that the wrapper's next plan overwrites.
         """
-        ...
 
     def run(self, wrapper: Any, memory: Tensor, q: Tensor, out: Tensor) -> Tensor:
         """Attend q `[T, nh, d]` over one layer's `memory` `[slots, ..]` into `out` `[T, nh, dv]`; return the
         log-sum-exps to base 2, `[T, nh]`.
         """
-        ...
 
     def launched(self, wrapper: Any) -> dict[str, Any]:
         """Return the launch arguments of `run` under the current plan. Two plans with equal launch arguments differ
         only in the contents of memory, so one CUDA graph serves both.
         """
-        ...
 
     def fits(self, rows: int) -> bool:
         """Return whether one plan can have `rows` rows."""
-        ...
 
 
 class PagedReader:

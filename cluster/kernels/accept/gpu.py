@@ -1,7 +1,25 @@
 """The accepted path of each tree, and the target's choices along it."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
+
+
+class AcceptArguments(NamedTuple):
+    """What `accept` takes, in its order; its constants follow by name."""
+
+    tokens: Tensor
+    parents: Tensor
+    chosen: Tensor
+    path: Tensor
+    taken: Tensor
+    lens: Tensor
+    bonus: Tensor
+    nodes: int
+    tokens_stride: int
+    parents_stride: int
 
 
 @triton.jit

@@ -1,7 +1,10 @@
 """Gated activations. One program computes a block of columns of one row."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 
 @triton.jit
@@ -9,6 +12,16 @@ def sigmoid(x):
     """Return 1 / (1 + exp(-x)), by exp(-|x|), which cannot overflow."""
     small = tl.exp(-tl.abs(x))
     return tl.where(x >= 0, 1 / (1 + small), small / (1 + small))
+
+
+class ActivateArguments(NamedTuple):
+    """What `activate` takes, in its order; its constants follow by name."""
+
+    both: Tensor
+    out: Tensor
+    size: int
+    alpha: float
+    limit: float
 
 
 @triton.jit

@@ -3,8 +3,11 @@
 A score is a tempered logit plus keyed noise. Scores exist only in registers: nothing of vocabulary size is written.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 
 @triton.jit
@@ -62,6 +65,23 @@ def signed(order):
     return (order ^ (tl.full([], 1, order.dtype) << (KIND.primitive_bitwidth - 1))).to(KIND, bitcast=True)
 
 
+class BestOfPartArguments(NamedTuple):
+    """What `best_of_part` takes, in its order; its constants follow by name."""
+
+    logits: Tensor
+    inverse: Tensor | None
+    scale: Tensor | None
+    keys: Tensor | None
+    hashes: Tensor | None
+    least: Tensor | None
+    values: Tensor
+    ids: Tensor
+    sums: Tensor
+    stride: int
+    columns: int
+    far: float
+
+
 @triton.jit
 def best_of_part(
     logits,
@@ -115,6 +135,19 @@ def best_of_part(
         order = tl.where(tl.arange(0, BLOCK) == which, LOWEST, order)
 
 
+class BestOfAllArguments(NamedTuple):
+    """What `best_of_all` takes, in its order; its constants follow by name."""
+
+    part_values: Tensor
+    part_ids: Tensor
+    sums: Tensor
+    values: Tensor
+    ids: Tensor
+    total: Tensor
+    parts: int
+    columns: int
+
+
 @triton.jit
 def best_of_all(
     part_values,
@@ -158,6 +191,16 @@ def mixed_64(x):
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)
+
+
+class KeysAlongArguments(NamedTuple):
+    """What `keys_along` takes, in its order; its constants follow by name."""
+
+    seeds: Tensor
+    first: Tensor
+    keys: Tensor
+    stride: int
+    count: int
 
 
 @triton.jit

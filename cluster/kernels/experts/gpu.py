@@ -3,8 +3,23 @@
 All sums have a fixed order (no atomics), so results are reproducible.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
+
+
+class GroupArguments(NamedTuple):
+    """What `group` takes, in its order; its constants follow by name."""
+
+    chosen: Tensor
+    source: Tensor
+    expert: Tensor
+    place: Tensor
+    ends: Tensor
+    count: int
+    active: int
 
 
 @triton.jit
@@ -31,6 +46,19 @@ def group(chosen, source, expert, place, ends, count, active, BLOCK: tl.constexp
         tl.store(source + to, ((start + at) // active).to(tl.int64), mask=is_own)
         tl.store(expert + to, given, mask=is_own)
         first += tl.sum(is_own.to(tl.int32), 0)
+
+
+class CombineArguments(NamedTuple):
+    """What `combine` takes, in its order; its constants follow by name."""
+
+    made: Tensor
+    place: Tensor
+    weights: Tensor
+    chosen: Tensor
+    bias: Tensor | None
+    out: Tensor
+    size: int
+    count: int
 
 
 @triton.jit

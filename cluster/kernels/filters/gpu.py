@@ -4,8 +4,11 @@ Probability mass is summed in integers, so the order of a sum does not matter. T
 that torch calls on a GPU.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra import libdevice
 
 from cluster.kernels.choice.gpu import in_order, number_of, signed, unsigned
@@ -67,6 +70,19 @@ def least_with(
         found = found | tl.max(tl.where(enough, digits, 0), 0)
         digits = digits >> 2
     return number_of(signed(found), WIDE)
+
+
+class ThresholdArguments(NamedTuple):
+    """What `threshold` takes, in its order; its constants follow by name."""
+
+    logits: Tensor
+    inverse: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    log_min_p: Tensor
+    least: Tensor
+    stride: int
+    columns: int
 
 
 @triton.jit

@@ -1,7 +1,20 @@
 """Moves of KV cells within windows, in all layers at once."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
+
+
+class MoveArguments(NamedTuple):
+    """What `move` takes, in its order; its constants follow by name."""
+
+    memory: Tensor
+    destination: Tensor
+    source: Tensor
+    layer_stride: int
+    count: int
 
 
 @triton.jit

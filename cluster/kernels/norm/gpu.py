@@ -1,7 +1,23 @@
 """RMS norm with an optional residual sum before it. One program computes one row."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
+
+
+class AddNormArguments(NamedTuple):
+    """What `add_norm` takes, in its order; its constants follow by name."""
+
+    rows: Tensor
+    more: Tensor | None
+    scale: Tensor
+    total: Tensor
+    out: Tensor
+    stride: int
+    size: int
+    eps: float
 
 
 @triton.jit

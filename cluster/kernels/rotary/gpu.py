@@ -3,8 +3,27 @@
 Each number is read and written by the same thread, so writing in place needs no barrier.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
+
+
+class RotateArguments(NamedTuple):
+    """What `rotate` takes, in its order; its constants follow by name."""
+
+    heads: Tensor
+    cosines: Tensor
+    sines: Tensor
+    q_scale: Tensor | None
+    k_scale: Tensor | None
+    row_stride: int
+    head_stride: int
+    queries: int
+    size: int
+    half: int
+    eps: float
 
 
 @triton.jit

@@ -1,7 +1,20 @@
 """Stores of new cells into a KV pool: as numbers, or as FP8 codes with scales (arch/cell.py)."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
+
+
+class StoreArguments(NamedTuple):
+    """What `store` takes, in its order; its constants follow by name."""
+
+    kv: Tensor
+    write: Tensor
+    memory: Tensor
+    bad: Tensor
+    kv_stride: int
 
 
 @triton.jit
@@ -55,6 +68,17 @@ def store_group(kv, cell, scale_at, first, spoiled, SIZE: tl.constexpr, WIDE: tl
     fitted = (own * power(tl.where(spoiled != 0, 127, 254 - scale)).to(WIDE)).to(tl.float32)
     tl.store(cell + first + at, code_of(fitted), mask=held)
     tl.store(cell + scale_at, scale.to(tl.uint8))
+
+
+class StoreCodedArguments(NamedTuple):
+    """What `store_coded` takes, in its order; its constants follow by name."""
+
+    kv: Tensor
+    write: Tensor
+    memory: Tensor
+    bad: Tensor
+    kv_stride: int
+    most: float
 
 
 @triton.jit

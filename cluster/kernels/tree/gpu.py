@@ -3,10 +3,31 @@
 Of equal scores, the candidate with the lower number comes first.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from cluster.kernels.choice.gpu import in_order, unsigned
+
+
+class LevelArguments(NamedTuple):
+    """What `level` takes, in its order; its constants follow by name."""
+
+    proposed: Tensor
+    likely: Tensor
+    score: Tensor | None
+    number: Tensor | None
+    tokens: Tensor
+    scores: Tensor
+    parents: Tensor
+    next_token: Tensor
+    next_parent: Tensor
+    next_score: Tensor
+    next_number: Tensor
+    before: int
+    total: int
 
 
 @triton.jit
@@ -73,6 +94,21 @@ def level(
         left = tl.where(chosen, float("-inf"), left)
 
 
+class KeepArguments(NamedTuple):
+    """What `keep` takes, in its order; its constants follow by name."""
+
+    tokens: Tensor
+    scores: Tensor
+    parents: Tensor
+    bonus: Tensor
+    node_tokens: Tensor
+    node_parents: Tensor
+    node_depths: Tensor
+    total: int
+    wanted: int
+    nodes: int
+
+
 @triton.jit
 def keep(
     tokens,
@@ -118,6 +154,15 @@ def keep(
     tl.store(node_tokens + request * nodes, tl.load(bonus + request))
     tl.store(node_parents + request * nodes, tl.full([], 0, tl.int64))
     tl.store(node_depths + request * nodes, tl.full([], 0, tl.int64))
+
+
+class AncestryArguments(NamedTuple):
+    """What `ancestry` takes, in its order; its constants follow by name."""
+
+    parents: Tensor
+    ancestors: Tensor
+    nodes: int
+    deepest: int
 
 
 @triton.jit

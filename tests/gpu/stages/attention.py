@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cluster.attention.shape import AttentionShape
 from cluster.attention.triton_backend import TritonAttention
 from cluster.kv.page_table import PageTable
 from cluster.kv.triton_pool import TritonPool
@@ -41,7 +42,7 @@ def attended(case: Case, stage: Stage, make: Any = TritonAttention) -> Any:
     table.device_pages.copy_(case.table.device_pages)
     pool = TritonPool(2, held.slots, held.cell, case.dtype, device, held.coded)
     pool.kv.copy_(held.kv)
-    attention = make(pool, table, case.heads, (None, case.window), 0.3, case.values)
+    attention = make(pool, table, AttentionShape(case.heads, (None, case.window), 0.3, case.values))
     attention.bind(there(case.seen(), device))
     return attention
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cluster.attention.flashinfer.backend import FlashInferAttention
+from cluster.attention.shape import AttentionShape
 from cluster.batch import HostBounds
 from cluster.capture.cuda_graph import CudaSegments, Graph
 from cluster.capture.recorder import Ahead, repeated
@@ -59,7 +60,8 @@ def attention_of(stage: Stage, one: Case) -> FlashInferAttention:
     pool = KVPool(2, one.pool.kv.shape[1], tuple(one.pool.kv.shape[2:]), one.dtype, device)
     pool.kv.copy_(one.pool.kv.nan_to_num())
     shares = [Share(True, True), Share(one.window is None, True)]
-    return FlashInferAttention(pool, table, one.heads, (None, one.window), 0.3, one.values, found, shares)
+    shape = AttentionShape(one.heads, (None, one.window), 0.3, one.values)
+    return FlashInferAttention(pool, table, shape, found, shares)
 
 
 def known(one: Case, unknown: int) -> HostBounds:

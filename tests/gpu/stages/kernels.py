@@ -18,7 +18,7 @@ from cluster.kernels.triton_kernels import TritonKernels
 from cluster.kv.triton_pool import TritonPool
 from cluster.sampling import filters
 from cluster.sampling.noise import keys_along
-from cluster.sampling.sampling_inputs import SamplingInputs
+from cluster.sampling.sampling_inputs import SamplerInput, SamplingInputs
 from cluster.sampling.torch_sampler import TORCH
 from cluster.sampling.triton_sampler import TritonSampler, least_kept
 from tests.gpu.stages.attention import attended, filled_with_nan, there
@@ -112,13 +112,13 @@ def choosing(stage: Stage) -> None:
         with stage.check(f"choose, {'noise' if noisy else 'greedy'}") as facts:
             logits, draw = logits_of(6, vocab, BF16, seed=stage.seed), draw_of(unfiltered(2, BF16), 3, vocab, BF16)
             draw = draw if noisy else replace(draw, noise=None)
-            every = TORCH.found(logits, [draw], None, vocab)
+            every = TORCH.found(SamplerInput(logits, [draw]), vocab)
             here = [there(draw, stage.device)]
-            scores, columns, total = own.found(logits.to(stage.device), here, None, 5)
+            scores, columns, total = own.found(SamplerInput(logits.to(stage.device), here), 5)
             by_column = torch.empty_like(every[0]).scatter_(1, every[1], every[0])
             given = {"scores": scores, "total": total, "of columns": by_column.gather(1, columns.cpu())}
             stage.near(facts, given, {"scores": every[0][:, :5], "total": every[2], "of columns": every[0][:, :5]})
-            best, _ = own.best(logits.to(stage.device), here, None)
+            best, _ = own.best(SamplerInput(logits.to(stage.device), here))
             assert torch.equal(best.cpu(), columns[:, 0].cpu())
     with stage.check("thresholds of filters"):
         sampling = there(mixed(torch.float32), stage.device)

@@ -9,6 +9,7 @@ from torch import Tensor
 from cluster.arch.cell import CodedCell
 from cluster.attention.ancestor_bits import packed
 from cluster.attention.gather import Gather
+from cluster.attention.shape import AttentionShape
 from cluster.attention.torch_backend import TorchAttention
 from cluster.batch import AttentionMetadata, HostBounds, PromptRows, TreeRows
 from cluster.kv.codes import coded
@@ -160,10 +161,10 @@ class Case:
         """
         pool = self.filled()
         gather = Gather(self.table, len(self.parents))
-        windows = None, self.window
-        attention: AttentionBackend = TorchAttention(pool, gather, self.heads, windows, 0.3, self.values)
+        shape = AttentionShape(self.heads, (None, self.window), 0.3, self.values)
+        attention: AttentionBackend = TorchAttention(pool, gather, shape)
         if make is not None:
-            attention = make(pool, self.table, self.heads, windows, 0.3, self.values)
+            attention = make(pool, self.table, shape)
         attention.prepare(HostBounds(max(self.committed, default=0) + over, tuple(self.chunks)))
         attention.bind(self.seen())
         out = attention(1, self.q, self.kv, self.sinks)

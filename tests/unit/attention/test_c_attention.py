@@ -10,6 +10,7 @@ import torch
 from cluster.arch.cell import CodedCell
 from cluster.attention.ancestor_bits import line_bits, packed
 from cluster.attention.c_backend import CAttention
+from cluster.attention.shape import AttentionShape
 from cluster.batch import AttentionMetadata, HostBounds, PromptRows, TreeRows
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
@@ -60,7 +61,7 @@ def test_of_idle_rows_that_write_one_slot_the_last_one_stays(threads: int) -> No
     """Else what an idle row reads next, and draws, would depend on which thread came last, and differ among ranks."""
     rows, table = 64, PageTable(4, 64, 16, CPU)
     pool = KVPool(1, 32, (2, 4, 64), torch.float32, CPU)
-    attention = CAttention(pool, table, 4, (None,), None, None, c_library())
+    attention = CAttention(pool, table, AttentionShape(4, (None,)), c_library())
     idle, lens, before = torch.full((rows,), 4), torch.zeros(rows, dtype=torch.int64), torch.get_num_threads()
     attention.bind(AttentionMetadata(table.slots(idle, lens), TreeRows(idle, lens, line_bits(1, 1, CPU), 1)))
     kv = torch.arange(float(rows)).view(rows, 1, 1, 1).expand(rows, 2, 4, 64).contiguous()
@@ -84,7 +85,7 @@ def one_head(
     pages = table.device_pages.shape[1]
     table.device_pages[0] = torch.randperm(pages, generator=torch.Generator().manual_seed(1)) + 1
     pool = KVPool(1, (pages + 1) * 16, (2, 2, 24), dtype, CPU, CodedCell((2, 2, 24)) if fp8 else None)
-    return table, pool, CAttention(pool, table, 4, (window,), 0.3, 24, c_library())
+    return table, pool, CAttention(pool, table, AttentionShape(4, (window,), 0.3, 24), c_library())
 
 
 @pytest.mark.parametrize("dtype", ERROR)
@@ -163,7 +164,7 @@ def test_what_it_is_told_need_not_lie_together() -> None:
     outs = []
     for whole in (False, True):
         pool = KVPool(1, 65 * 4, (2, 2, 24), torch.float32, CPU)
-        attention = CAttention(pool, table, 4, (None,), 0.3, 24, c_library())
+        attention = CAttention(pool, table, AttentionShape(4, (None,), 0.3, 24), c_library())
         given = [window[:, :1].reshape(-1), rows[::2], lens[::2], bits[..., :1]]
         write, row, length, seen = (one.contiguous() for one in given) if whole else given
         attention.bind(AttentionMetadata(write, TreeRows(row, length, seen, 1)))

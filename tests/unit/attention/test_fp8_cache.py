@@ -15,6 +15,7 @@ from cluster.arch.cell import CodedCell
 from cluster.attention.ancestor_bits import line_bits
 from cluster.attention.c_backend import CAttention
 from cluster.attention.gather import Gather
+from cluster.attention.shape import AttentionShape
 from cluster.attention.torch_backend import TorchAttention
 from cluster.attention.triton_backend import TritonAttention
 from cluster.batch import AttentionMetadata, HostBounds, TreeRows
@@ -29,7 +30,7 @@ from tests.unit.attention.test_twins import TREE
 from tests.unit.kernels.library import c_library
 
 BACKENDS: dict[str, Callable[..., Callable[..., AttentionBackend]]] = {
-    "torch": lambda: lambda pool, table, *how: TorchAttention(pool, Gather(table, 6), *how),
+    "torch": lambda: lambda pool, table, shape: TorchAttention(pool, Gather(table, 6), shape),
     "c": lambda: partial(CAttention, library=c_library()),
     "triton": lambda: TritonAttention,
 }
@@ -44,7 +45,7 @@ def one_row(
     table = PageTable(1, slots - 16, 16, CPU)
     table.device_pages[0] = torch.arange(table.device_pages.shape[1]) + 1
     pool = KVPool(1, slots, cell.shape, dtype, CPU, cell)
-    return table, pool, BACKENDS[backend]()(pool, table, heads, (None,), 0.3, values)
+    return table, pool, BACKENDS[backend]()(pool, table, AttentionShape(heads, (None,), 0.3, values))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

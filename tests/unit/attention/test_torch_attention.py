@@ -6,6 +6,7 @@ import torch
 from cluster.attention import cells
 from cluster.attention.ancestor_bits import line_bits
 from cluster.attention.gather import Gather, alike
+from cluster.attention.shape import AttentionShape
 from cluster.attention.torch_backend import TorchAttention
 from cluster.batch import AttentionMetadata, HostBounds, TreeRows
 from cluster.kv.pool import KVPool
@@ -16,7 +17,7 @@ from tests.unit.attention.dense import CPU, Case
 def test_a_batch_without_rows_attends_to_nothing() -> None:
     table = table_of(torch.arange(8).view(2, 4))
     pool = KVPool(1, 8, (2, 2, 8), torch.float64, CPU)
-    attention = TorchAttention(pool, Gather(table, 3), 4)
+    attention = TorchAttention(pool, Gather(table, 3), AttentionShape(4))
     none = torch.zeros(0, dtype=torch.int64)
     attention.bind(AttentionMetadata(none, TreeRows(none, none, line_bits(3, 3, CPU), 3)))
     out = attention(0, torch.zeros(0, 4, 8, dtype=torch.float64), torch.zeros(0, 2, 2, 8, dtype=torch.float64))
@@ -25,7 +26,7 @@ def test_a_batch_without_rows_attends_to_nothing() -> None:
 
 def test_new_cells_are_written_and_others_stay() -> None:
     one = Case(heads=4, kv_heads=2, committed=(5, 0), parents=(-1, 0, 0), chunks=((2, 9),), page_size=4, lies="tail")
-    attention = TorchAttention(one.pool, Gather(one.table, 3), 4)
+    attention = TorchAttention(one.pool, Gather(one.table, 3), AttentionShape(4))
     before = one.pool.kv.nan_to_num(7.0)
     attention.prepare(HostBounds(5, ((2, 9),)))
     attention.bind(one.seen())
@@ -53,7 +54,7 @@ def test_the_next_step_finds_other_lengths_in_the_same_memory(looks: bool, monke
     for step in range(2):
         lens += 1
         for pool, one in ((pools[0], gather), (pools[1], Gather(table, 1))):
-            attention = TorchAttention(pool, one, 4)
+            attention = TorchAttention(pool, one, AttentionShape(4))
             attention.prepare(HostBounds(7))
             attention.bind(AttentionMetadata(table.slots(rows, lens), TreeRows(rows, lens, bits, 1)))
             outs.append(attention(0, q + step, kv))

@@ -6,6 +6,7 @@ import torch
 from cluster.attention.ancestor_bits import line_bits, packed
 from cluster.attention.bias import Visibility
 from cluster.attention.gather import Gather
+from cluster.attention.shape import AttentionShape
 from cluster.attention.torch_backend import TorchAttention
 from cluster.batch import AttentionMetadata, HostBounds, TreeRows
 from cluster.kv.pool import KVPool
@@ -31,8 +32,8 @@ def test_other_layers_keep_the_whole_text() -> None:
         pool.kv.copy_(torch.ones_like(pool.kv).cumsum(1).sin())
     table = table_of(torch.arange(1, 21)[None])
     plain, mixed = (
-        TorchAttention(pools[0], Gather(table, 4), 4),
-        TorchAttention(pools[1], Gather(table, 4), 4, (3, None)),
+        TorchAttention(pools[0], Gather(table, 4), AttentionShape(4)),
+        TorchAttention(pools[1], Gather(table, 4), AttentionShape(4, (3, None))),
     )
     seen = AttentionMetadata(
         torch.arange(10, 14), TreeRows(torch.tensor([0]), torch.tensor([9]), line_bits(4, 4, CPU), 4)

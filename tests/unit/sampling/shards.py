@@ -69,13 +69,14 @@ class Grid(NamedTuple):
         return self.tp * self.dp if self.wide and self.dp > 1 else self.tp
 
 
-@dataclass(frozen=True)
 class Cut(Dense):
     """The weight of a head whose rows are logits already: it cuts out columns from `start` on. Padding is 9, to be seen
     if it is not left out.
     """
 
-    start: int = 0
+    def __init__(self, matrix: Tensor, start: int = 0) -> None:
+        super().__init__(matrix)
+        self.start = start
 
     def __call__(self, rows: Tensor, bias: Tensor | None = None) -> Tensor:
         mine = rows[:, self.start : self.start + self.shape[1]]

@@ -8,6 +8,7 @@ import torch
 from cluster.models.vocab import ShardedLogits
 from cluster.sampling.c_sampler import CSampler
 from cluster.sampling.sampler import TOP_LOGPROBS, logprobs
+from cluster.sampling.sampling_inputs import SamplerInput
 from cluster.sampling.torch_sampler import TORCH, Sampler
 from tests.unit.kernels.library import c_library
 
@@ -47,4 +48,4 @@ def test_of_those_that_tie_the_lower_come_first(sampler: Sampler, levels: int, d
     told = logprobs(ShardedLogits(values, 5000), torch.arange(6), torch.zeros(6, dtype=torch.int64), sampler)
     wanted = values.sort(dim=1, descending=True, stable=True).indices[:, :TOP_LOGPROBS]
     assert torch.equal(told.ids, wanted)
-    assert torch.equal(told.ids[:, 0], sampler.best(values, (), None)[0])
+    assert torch.equal(told.ids[:, 0], sampler.best(SamplerInput(values))[0])

@@ -12,7 +12,7 @@ from cluster.sampling.c_sampler import CSampler
 from cluster.sampling.noise import Noise, gumbel_of, noise_keys, token_hashes, vocabulary_hashes
 from cluster.sampling.sampler import TOP_LOGPROBS, Logprobs, choose, likeliest, logprobs, ranks
 from cluster.sampling.sampling_inputs import SamplingInputs, checksum
-from cluster.sampling.sharded import CHOSEN, proposed, told
+from cluster.sampling.sharded import CHOSEN, proposed, scored_rows
 from cluster.sampling.torch_sampler import FAR, TORCH, Sampler
 from cluster.spec.propose import CoupledRanking
 from tests.unit.kernels.library import c_library
@@ -80,7 +80,7 @@ def test_thresholds_of_shards_are_exactly_those_of_the_whole(grid: Grid, dtype: 
         head = head_of(grid, groups[0].logits.shape[1], dtype)
 
         def rank(seat: Seat, groups: list[Group] = groups) -> Tensor:
-            least = told(seat.columns, groups[seat.group].of_shard(seat.columns))[1]
+            least = scored_rows(seat.columns, groups[seat.group].of_shard(seat.columns)).least
             assert least is not None
             return least
 

@@ -1,0 +1,27 @@
+"""The shape of one runner's attention, as the constructors of all backends take it."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from cluster.kv.pool import KVPool
+
+
+class AttentionShape(NamedTuple):
+    """Attention with `heads` query heads. `sliding_windows` has for each layer the number of tokens that a row sees,
+    itself included; None means all. If it is empty, no layer has a sliding window.
+
+    If `scale` is None, it is d ** -0.5. A pool whose cells have one part holds latents (MLA); the first `value_dim`
+    numbers of a latent are its value. If `value_dim` is None, values are as wide as keys.
+    """
+
+    heads: int
+    sliding_windows: Sequence[int | None] = ()
+    scale: float | None = None
+    value_dim: int | None = None
+
+    def filled(self, pool: KVPool) -> tuple[int, tuple[int | None, ...], float, int]:
+        """Return heads, sliding windows, scale and value width over `pool`, with the defaults filled in."""
+        size = pool.cell[2]
+        windows = tuple(self.sliding_windows) or (None,) * pool.layers
+        scale = size**-0.5 if self.scale is None else self.scale
+        return self.heads, windows, scale, size if self.value_dim is None else self.value_dim

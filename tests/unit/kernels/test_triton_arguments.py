@@ -1,0 +1,42 @@
+"""The arguments of each Triton kernel have the kernel's names, in its order."""
+
+import importlib
+import pkgutil
+from inspect import Parameter, signature
+from typing import Any
+
+import pytest
+
+import cluster.kernels
+
+pytest.importorskip("triton")
+
+
+def launched() -> dict[str, tuple[Any, Any]]:
+    """Kernel and `NamedTuple` of its arguments, by the name of the `NamedTuple`."""
+    pairs = {}
+    for folder in pkgutil.iter_modules(cluster.kernels.__path__, "cluster.kernels."):
+        if not folder.ispkg or importlib.util.find_spec(f"{folder.name}.gpu") is None:
+            continue
+        module = importlib.import_module(f"{folder.name}.gpu")
+        kernels = {name.title().replace("_", "") + "Arguments": each for name, each in vars(module).items()}
+        pairs |= {
+            name: (kernels[name], each)
+            for name, each in vars(module).items()
+            if name.endswith("Arguments") and each.__module__ == module.__name__
+        }
+    return pairs
+
+
+PAIRS = launched()
+
+
+def test_all_kernels_have_arguments() -> None:
+    assert len(PAIRS) == 19
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_arguments_are_the_kernels_parameters_in_order(name: str) -> None:
+    kernel, arguments = PAIRS[name]
+    parameters = signature(kernel.fn).parameters.items()
+    assert arguments._fields == tuple(name for name, each in parameters if each.annotation is Parameter.empty)
