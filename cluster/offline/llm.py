@@ -11,10 +11,11 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import Any, Self
 
+from cluster.api.core.adapter import Reader
 from cluster.api.core.errors import ApiError
 from cluster.api.core.fields import WARNING_HEADER
-from cluster.api.http.api_adapters import Reader, asked_chat, asked_text
 from cluster.api.http.calls import GenerateCall
+from cluster.api.openai.answers import asked_chat, asked_text
 from cluster.chat.formats.choose import named
 from cluster.config import ConfigError
 from cluster.engine.build import build_engine

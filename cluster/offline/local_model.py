@@ -5,10 +5,10 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, Literal, TypeVar
 
+from cluster.api.core.adapter import CoreRequest
 from cluster.api.core.grammars import Grammars
-from cluster.api.core.service import ModelInfo, RequestLimits
+from cluster.api.core.limits import ModelInfo, RequestLimits
 from cluster.api.core.tokenizer import ChatTokenizer, Parsers
-from cluster.api.http.api_adapters import CoreRequest
 from cluster.api.http.calls import GenerateCall, understand
 from cluster.arch.generation import sampling_defaults
 from cluster.engine.engine import Engine

@@ -9,7 +9,7 @@ from typing import Any
 
 from cluster.api.core.errors import ApiError, shown
 from cluster.api.core.fields import REMEDIES, SPELLINGS
-from cluster.api.core.protocol import CompletionRequest
+from cluster.api.core.generation import CompletionRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

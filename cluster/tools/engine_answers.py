@@ -9,8 +9,8 @@ from contextlib import closing
 from typing import Any
 
 from cluster.api.core.errors import ApiError
-from cluster.api.http.api_adapters import asked_chat
 from cluster.api.http.calls import GenerateCall
+from cluster.api.openai.answers import asked_chat
 from cluster.config import ConfigError
 from cluster.engine.engine import Engine
 from cluster.offline.interrupts import interrupt_held

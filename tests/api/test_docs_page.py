@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from cluster.api.core.protocol import ChatRequest, CompletionRequest
+from cluster.api.core.conversation import ChatRequest
+from cluster.api.core.generation import CompletionRequest
 from cluster.api.http.docs_page import page_of
 from tests.api.scripted import Client
 

@@ -7,18 +7,11 @@ from pydantic import AfterValidator, ConfigDict, FailFast, Field, PlainValidator
 
 from cluster.api.anthropic.blocks import Message, MessageContent, System, dialogue_of, messages_of
 from cluster.api.anthropic.fields import COUNT_TABLE, TABLE
-from cluster.api.core.content import Strict, Text, read_at
+from cluster.api.core.adapter import Origins
 from cluster.api.core.errors import shown
-from cluster.api.core.fields import FieldTable
+from cluster.api.core.fields import FieldTable, Strict, Text, read_at
 from cluster.api.core.tools import LeftOutTool
-from cluster.api.core.translated import (
-    EXTENSIONS,
-    Origins,
-    Translated,
-    TranslatedBody,
-    readable_json,
-    translation,
-)
+from cluster.api.core.translated import EXTENSIONS, Translated, TranslatedBody, readable_json, translation
 
 Messages = Annotated[list[Message], Field(min_length=1)]
 ORIGINS: Mapping[str, str] = {

@@ -1,16 +1,20 @@
-"""The answer of /v1/messages: the whole message, or the events that build it."""
+"""Reads bodies of Anthropic's Messages API, and writes its answers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic_core import from_json
 
 from cluster.api.anthropic.errors import anthropic_envelope
-from cluster.api.core.choices import Delta
+from cluster.api.anthropic.request import CountRequest, MessagesRequest
+from cluster.api.core.adapter import AnswerContext, CoreRequest
 from cluster.api.core.errors import ApiError
-from cluster.api.core.stream import event
-from cluster.api.core.usage import usage
-from cluster.api.openai.answers import AnswerContext
+from cluster.api.core.limits import RequestLimits
+from cluster.api.core.sequences import Delta, usage
+from cluster.api.core.service import Served
+from cluster.api.core.tools import left_out_warnings
+from cluster.api.core.wire import event
+from cluster.chat.formats.choose import NONE
 from cluster.chat.sections import Change, Grown, Opened, Section, Sections
 
 Sent = tuple[str, dict[str, Any]]
@@ -136,3 +140,17 @@ def arguments_of(text: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def asked_message(
+    service: Served, limits: RequestLimits, body: Mapping[str, Any], kind: type[CountRequest] = MessagesRequest
+) -> CoreRequest:
+    """Read a body of /v1/messages, or of /v1/messages/count_tokens with `kind` CountRequest."""
+    request, warnings = kind.read(body)
+    chat, origins = request.translated()
+    with origins.named():
+        chat.check(service.model, limits)
+    chat = chat.filled(service.model.sampling)
+    thinks = service.tokenizer is not None and service.tokenizer.chosen.thought != NONE
+    warnings += [*map(origins.reworded, left_out_warnings(chat.tools)), *request.said_beside(thinks)]
+    return CoreRequest(chat, warnings, "msg_", MessageShape, origins, "request-id")

@@ -1,19 +1,20 @@
-"""Every request field that clients of OpenAI, vLLM and SGLang send, and how this server treats it.
+"""The base of all request bodies, and how each of their fields is treated: honoured, ignored, refused or unknown.
 
-There are three kinds of fields:
-
-- honoured: the models in `.protocol` have the field.
-- harmless: the field cannot change the answer, so it is ignored.
-- refused: only a neutral value, which means "off", is accepted.
-
-A field in no table is ignored with a warning. The other APIs have their own tables of the same three kinds.
+Types are strict: `"5"`, `true` and `5.5` are not the integer 5.
 """
 
 import difflib
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
 
-from cluster.api.core.errors import ApiError, shown
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    ValidationError,
+)
+
+from cluster.api.core.errors import ApiError, invalid, shown
 
 WARNING_HEADER = "x-aerie-warning"
 MAX_WARNINGS = 8  # unknown fields that are named, with a suggestion; further ones are only counted
@@ -260,3 +261,116 @@ def _refusal(name: str, value: Any, table: FieldTable) -> ApiError:
 def _same(value: Any, neutral: Any) -> bool:
     """Whether two JSON values are equal: 1 equals 1.0, but 0 does not equal false."""
     return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
+
+
+Part = TypeVar("Part", bound=BaseModel)
+
+
+class Strict(BaseModel):
+    """Base of the request models. `table` lists the fields that a body does not honour."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, protected_namespaces=())
+    table: ClassVar[FieldTable] = GENERATION
+
+    @classmethod
+    def honoured(cls) -> Collection[str]:
+        """Return the names of the fields that this body honours."""
+        return cls.model_fields
+
+    @classmethod
+    def read(cls, body: Mapping[str, Any]) -> tuple[Self, list[str]]:
+        """Return the request in a JSON body, and warnings about unknown fields.
+
+        Raises:
+            ApiError: 400 that names the first wrong field.
+        """
+        kept, warnings = sort_fields(body, cls.honoured(), cls.table)
+        try:
+            return cls.model_validate(kept), warnings
+        except ValidationError as error:
+            raise invalid(error) from None
+
+
+def read_at(kind: type[Part], value: Any, path: str) -> Part:
+    """Validate a part of a body as a `kind`; `path` is the path of the part.
+
+    Raises:
+        ApiError: 400 that names the wrong field, with `path` before it.
+    """
+    if not isinstance(value, dict):
+        raise ApiError(f"{path}: must be an object, got {shown(value)}", param=path, code="invalid_type")
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        raise invalid(error, path) from None
+
+
+def readable(text: str) -> str:
+    """Return `text`. Raise ValueError if UTF-8 cannot encode it: a JSON escape may be half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"character {error.start} is half of a surrogate pair, which is not text") from None
+    return text
+
+
+def list_of_stops(value: Any) -> Any:
+    """Return a single stop string as a list of one; any other value unchanged."""
+    return [value] if isinstance(value, str) else value
+
+
+def list_of_prompts(value: Any) -> list[Any]:
+    """Return `str | list[str] | list[int] | list[list[int]]` as a list of prompts. ValueError for anything else."""
+    if isinstance(value, str):
+        return [readable(value)]
+    shape = "must be a string, a list of strings, a list of token ids or a list of such lists"
+    if not isinstance(value, list):
+        raise ValueError(f"{shape}, got {shown(value)}")
+    if not value:
+        raise ValueError("must not be an empty list")
+    first = value[0]
+    if isinstance(first, str):
+        _all_of(str, value, "strings")
+        return [readable(text) for text in value]
+    if isinstance(first, list):
+        for at, ids in enumerate(value):
+            if not isinstance(ids, list):
+                raise ValueError(f"item {at} must be a list of token ids like the first, got {shown(ids)}")
+            _all_of(int, ids, "token ids", f"item {at}: ")
+        return value
+    if not isinstance(first, int) or isinstance(first, bool):
+        raise ValueError(f"{shape}, got a list that begins with {shown(first)}")
+    _all_of(int, value, "token ids")
+    return [value]
+
+
+def _all_of(kind: type, items: list[Any], what: str, where: str = "") -> None:
+    for at, item in enumerate(items):
+        if type(item) is not kind:
+            raise ValueError(f"{where}must hold {what} only, got {shown(item)} at position {at}")
+
+
+def text_of_parts(value: Any, kinds: Mapping[str, str]) -> str:
+    """Return a string, or the joined texts of a list of parts; `kinds` maps the type of a part to its text field.
+
+    Raises:
+        ValueError: the value has another type, a part is of another type (such as an image), or a text is invalid.
+    """
+    if isinstance(value, str):
+        return readable(value)
+    if not isinstance(value, list):
+        raise ValueError(f"must be a string or a list of text parts, got {shown(value)}")
+    texts = []
+    for at, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else None
+        name = kinds.get(kind) if isinstance(kind, str) else None
+        if name is None:
+            got = shown(part if kind is None else kind)
+            raise ValueError(f"part {at} must be of type {' or '.join(kinds)}: this model reads text, not {got}")
+        if not isinstance(part.get(name), str):
+            raise ValueError(f"part {at}: {name} must be a string, got {shown(part.get(name))}")
+        texts.append(readable(part[name]))
+    return "".join(texts)
+
+
+Text = Annotated[str, AfterValidator(readable)]

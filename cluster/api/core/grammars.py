@@ -5,7 +5,7 @@ import logging
 
 from cluster.api.core.constraints import OutputConstraint, refused
 from cluster.api.core.errors import RETRY_AFTER_S, ApiError
-from cluster.api.core.service import ModelInfo
+from cluster.api.core.limits import ModelInfo
 from cluster.api.core.tokenizer import ChatTokenizer
 from cluster.config import ConfigError
 from cluster.grammar.asked import GrammarError

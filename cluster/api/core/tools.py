@@ -10,9 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator
 
-from cluster.api.core.content import Strict, Text, read_at
 from cluster.api.core.errors import ApiError, shown
-from cluster.api.core.fields import MAX_WARNINGS
+from cluster.api.core.fields import MAX_WARNINGS, Strict, Text, read_at
 from cluster.chat import custom
 
 logger = logging.getLogger(__name__)

@@ -1,18 +1,17 @@
-"""Translates bodies of other APIs into chat requests, and the fields in errors back into those of the body."""
+"""Bodies of other APIs that become chat requests."""
 
 import json
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 from pydantic import ConfigDict
 
 from cluster.api.core import constraints, fields
-from cluster.api.core.content import Strict
-from cluster.api.core.errors import ApiError, path_of, shown
-from cluster.api.core.fields import FieldTable
-from cluster.api.core.penalties import PenaltyFields
-from cluster.api.core.protocol import ChatRequest
+from cluster.api.core.adapter import Origins
+from cluster.api.core.conversation import ChatRequest
+from cluster.api.core.errors import ApiError, shown
+from cluster.api.core.fields import FieldTable, Strict
+from cluster.api.core.generation import PenaltyFields
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids", "ignore_eos")
 OTHERS = ("stop", "include_stop_str_in_output", "routed_dp_rank", "request_id", "cache_salt")
@@ -20,42 +19,6 @@ CHATS = ("chat_template_kwargs", "include_reasoning", "separate_reasoning")
 FORMS = ("structured_outputs", *constraints.FIELDS)
 EXTENSIONS = frozenset({*PenaltyFields.model_fields, *FORMS, *SAMPLING, *OTHERS, *CHATS})
 """Fields of a chat request that every API takes under the same name, with the same meaning and the same errors."""
-
-
-class Origins:
-    """Maps fields of a chat request to the fields of the body they came from, by prefixes of their paths."""
-
-    def __init__(self, names: Mapping[str, str]) -> None:
-        self._names = names
-
-    def own(self, path: str) -> str:
-        """Return the path in the body for a path in the chat request; the longest known prefix decides."""
-        parts = path.split(".")
-        for count in range(len(parts), 0, -1):
-            found = self._names.get(".".join(parts[:count]))
-            if found is not None:
-                return path_of(found, *parts[count:])
-        return path
-
-    def reworded(self, warning: str) -> str:
-        """Return a warning, which begins with a path in the chat request, with the path in the body instead."""
-        path, _, about = warning.partition(":")
-        return f"{self.own(path)}:{about}"
-
-    @contextmanager
-    def named(self) -> Iterator[None]:
-        """Inside this context, an `ApiError` that leaves it names the field of the body."""
-        try:
-            yield
-        except ApiError as error:
-            if error.param is None:
-                raise
-            param = self.own(error.param)
-            message = error.message
-            if message.startswith(f"{error.param}:"):
-                message = param + message.removeprefix(error.param)
-            kept = {"status": error.status, "code": error.code, "kind": error.kind, "headers": error.headers}
-            raise ApiError(message, param=param, **kept) from None  # type: ignore[arg-type]
 
 
 class Translated(NamedTuple):

@@ -10,29 +10,19 @@ from functools import partial
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
-from cluster.api.core.api_keys import cache_salt
-from cluster.api.core.body import BodyReader
-from cluster.api.core.chat_format import ChatOutput, chat_of
-from cluster.api.core.choices import Delta, OutputSequence, run
+from cluster.api.core.adapter import AnswerContext, AnswerShape, CoreRequest, Extras, Reader
+from cluster.api.core.constraints import ChatOutput, chat_of, constraint_in
+from cluster.api.core.conversation import ChatRequest, TokenizeRequest
 from cluster.api.core.echo import text_of as text_of_prompt
 from cluster.api.core.errors import ApiError, overloaded, shown
 from cluster.api.core.fields import warning_headers
-from cluster.api.core.offload import off_loop
-from cluster.api.core.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    GenerationFields,
-    TokenizeRequest,
-    check_model,
-)
-from cluster.api.core.service import RequestLimits, Served, Service
-from cluster.api.core.stream import EventStream, json_bytes, until_client_leaves
+from cluster.api.core.generation import CompletionRequest, DetokenizeRequest, GenerationFields, check_model
+from cluster.api.core.limits import RequestLimits, off_loop
+from cluster.api.core.sequences import Delta, OutputSequence, run
+from cluster.api.core.service import Served, Service
 from cluster.api.core.tokenizer import Encoded
-from cluster.api.http import access_log
-from cluster.api.http.api_adapters import CoreRequest, Reader
-from cluster.api.http.guard import key_of
-from cluster.api.openai.answers import AnswerContext, AnswerShape, Extras
+from cluster.api.core.wire import BodyReader, EventStream, json_bytes, until_client_leaves
+from cluster.api.http.middleware import cache_salt, key_of, note
 from cluster.request import Request, RequestParams
 from cluster.tokenizer.tokenizer import StoppedText, TextTokenizer
 
@@ -74,7 +64,7 @@ async def answer(
     except ApiError as error:
         service.metrics.on_refused("overloaded" if error.code == "overloaded" else "invalid")
         raise
-    access_log.note(request.scope, call.call_id, call.choices)
+    note(request.scope, call.call_id, call.choices)
     for choice in call.choices:
         choice.began(service.metrics.on_start(arrived))
     deltas = run(service.engine, call.choices)
@@ -147,7 +137,7 @@ async def understand(
         constraint, prompts = chat.constraint, [tuple(encoded.ids)]
         blamed, default_tokens = ["messages"], model.room
     else:
-        constraint, prompts = fields.constraint(), await _prompt_ids(service, limits, fields, length)
+        constraint, prompts = constraint_in(fields), await _prompt_ids(service, limits, fields, length)
         blamed = ["prompt"] if len(prompts) == 1 else [f"prompt.{at}" for at in range(len(prompts))]
         default_tokens = limits.default_completion_tokens
 

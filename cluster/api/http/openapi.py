@@ -11,12 +11,12 @@ from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
 from cluster.api.core.api_keys import OPEN
-from cluster.api.core.body import MAX_KEYS
-from cluster.api.core.content import ROLES, Strict
-from cluster.api.core.fields import REFUSED, REMEDIES
-from cluster.api.core.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from cluster.api.core.service import RequestLimits
+from cluster.api.core.conversation import ROLES, ChatRequest, TokenizeRequest
+from cluster.api.core.fields import REFUSED, REMEDIES, Strict
+from cluster.api.core.generation import CompletionRequest, DetokenizeRequest
+from cluster.api.core.limits import RequestLimits
 from cluster.api.core.translated import TranslatedBody
+from cluster.api.core.wire import MAX_KEYS
 
 BODIES: tuple[type[Strict], ...] = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
 PLACE = "#/components/schemas/{model}"

@@ -15,28 +15,37 @@ from cluster import __version__
 from cluster.actors.messages import GangStatus
 from cluster.api.anthropic.errors import ENVELOPE
 from cluster.api.anthropic.request import CountRequest, MessagesRequest
+from cluster.api.anthropic.shape import asked_message
 from cluster.api.core import errors
+from cluster.api.core.adapter import checked
 from cluster.api.core.api_keys import PAGE, ApiKeys
-from cluster.api.core.body import BodyReader
+from cluster.api.core.conversation import ChatRequest, TokenizeRequest
 from cluster.api.core.errors import RESTART_S, ApiError, shown, unavailable
 from cluster.api.core.fields import WARNING_HEADER, warning_headers
-from cluster.api.core.offload import off_loop
-from cluster.api.core.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, check_model
-from cluster.api.core.service import RequestLimits, Service
-from cluster.api.core.stream import json_bytes
+from cluster.api.core.generation import CompletionRequest, DetokenizeRequest, check_model
+from cluster.api.core.limits import RequestLimits, off_loop
+from cluster.api.core.service import Service
+from cluster.api.core.wire import BodyReader, json_bytes
 from cluster.api.http import calls
-from cluster.api.http.access_log import AccessLog
-from cluster.api.http.api_adapters import asked_chat, asked_message, asked_response, asked_text, checked
 from cluster.api.http.docs_page import POLICY, page_of
-from cluster.api.http.drain import Drain, DrainMiddleware
-from cluster.api.http.error_envelopes import envelope_of
-from cluster.api.http.guard import Guard, is_anonymous, key_of
-from cluster.api.http.head_requests import HeadAsGet
+from cluster.api.http.middleware import (
+    AccessLog,
+    Drain,
+    DrainMiddleware,
+    Guard,
+    HeadAsGet,
+    SlashBehindPrefix,
+    envelope_of,
+    is_anonymous,
+    key_of,
+)
 from cluster.api.http.openapi import OtherApi, body_of, describe
 from cluster.api.http.server_info import facts_of
 from cluster.api.http.server_state import state_of
+from cluster.api.openai.answers import asked_chat, asked_text
 from cluster.api.openai.responses.request import ResponseRequest
-from cluster.api.page import SlashBehindPrefix, add_page
+from cluster.api.openai.responses.shape import asked_response
+from cluster.api.page import add_page
 from cluster.chat.formats.choose import ChosenFormat
 
 logger = logging.getLogger(__name__)

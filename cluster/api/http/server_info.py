@@ -5,7 +5,7 @@ from typing import Any
 
 from cluster import __version__
 from cluster.actors.messages import GangStatus
-from cluster.api.core.service import ModelInfo, RequestLimits
+from cluster.api.core.limits import ModelInfo, RequestLimits
 from cluster.chat.formats.choose import ChosenFormat
 
 

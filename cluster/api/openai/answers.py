@@ -1,78 +1,38 @@
-"""Answers of OpenAI's Completions and Chat Completions APIs: the whole body, or the chunks of a stream."""
+"""OpenAI's Completions and Chat Completions APIs: reads bodies; writes the whole answer, or the chunks of a stream."""
 
 import codecs
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
 
-from cluster.api.core.choices import Delta, OutputSequence, joined
+from cluster.api.core.adapter import CoreRequest, Extras, checked
+from cluster.api.core.conversation import ChatRequest
 from cluster.api.core.echo import offsets
 from cluster.api.core.errors import ApiError
-from cluster.api.core.stream import ALIVE, DONE
-from cluster.api.core.stream import event as framed
-from cluster.api.core.usage import speculation_metrics, usage, usage_so_far
+from cluster.api.core.generation import CompletionRequest
+from cluster.api.core.limits import RequestLimits
+from cluster.api.core.sequences import Delta, OutputSequence, joined, speculation_metrics, usage, usage_so_far
+from cluster.api.core.service import Served
+from cluster.api.core.wire import ALIVE, DONE
+from cluster.api.core.wire import event as framed
 from cluster.chat.events import CallArguments, CallBegun, Event, ReasoningPiece, TextPiece
 from cluster.request import StepTree, TokenLogprob
 from cluster.tokenizer.tokenizer import TextTokenizer
 
+
+def asked_text(service: Served, limits: RequestLimits, body: Mapping[str, Any]) -> CoreRequest:
+    """Read a body of /v1/completions."""
+    fields, warnings = checked(service, limits, CompletionRequest, body)
+    return CoreRequest(fields, warnings, "cmpl-", lambda about: CompletionShape(*about))
+
+
+def asked_chat(service: Served, limits: RequestLimits, body: Mapping[str, Any]) -> CoreRequest:
+    """Read a body of /v1/chat/completions."""
+    fields, warnings = checked(service, limits, ChatRequest, body)
+    return CoreRequest(fields, warnings, "chatcmpl-", lambda about: ChatShape(*about))
+
+
 LOWEST_LOGPROB = -9999.0  # replaces -inf, which JSON cannot write
-
-
-@dataclass(frozen=True, slots=True)
-class Extras:
-    """The client's options for an answer.
-
-    `ids_as_text` writes tokens as `token_id:N`; `token_ids` adds all token ids; `thought` includes the reasoning.
-    `logprobs` and `prompt_logprobs` are numbers of alternatives; None means no log-probabilities. `echoes` has the
-    texts of the prompts if answers begin with them. `best` is how many outputs per prompt are returned; None returns
-    all.
-    """
-
-    ids_as_text: bool = False
-    token_ids: bool = False
-    usage_at_end: bool = False
-    usage_in_chunks: bool = False
-    thought: bool = True
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    echoes: tuple[str, ...] = ()
-    best: int | None = None
-
-
-class AnswerContext(NamedTuple):
-    """The data of a call that its answer needs. `created` is Unix seconds."""
-
-    call_id: str
-    created: int
-    model: str
-    choices: Sequence[OutputSequence]
-    tokenizer: TextTokenizer | None
-    extras: Extras
-
-
-class AnswerShape(Protocol):
-    """Writes the answer of one call in the form of its API. It remembers what was sent, so a call needs its own."""
-
-    @property
-    def alive(self) -> bytes:
-        """The keep-alive of a stream."""
-        ...
-
-    def body(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        """Return the whole answer from all deltas of all sequences."""
-        ...
-
-    def events(self, delta: Delta) -> bytes:
-        """Return the stream events for one delta. Those of the first delta also open the stream."""
-        ...
-
-    def end(self) -> bytes:
-        """Return the events after the last delta."""
-        ...
-
-    def failed(self, error: ApiError) -> bytes:
-        """Return the events that report an error after the stream has begun."""
-        ...
 
 
 class OpenAIShape:

@@ -3,9 +3,8 @@
 import json
 import re
 
-from cluster.chat.blocks import JsonBlock, named_call
+from cluster.chat.blocks import JsonBlock, members, named_call
 from cluster.chat.formats.plan import CallSyntax, MarkedFormat
-from cluster.chat.json_text import members
 from cluster.chat.reading import CallingMarks, ToolCallText, Tools
 
 TAG = "<|python_tag|>"

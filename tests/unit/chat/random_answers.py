@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from cluster.api.core.choices import Delta, OutputSequence
-from cluster.api.openai.answers import AnswerContext, Extras
+from cluster.api.core.adapter import AnswerContext, Extras
+from cluster.api.core.sequences import Delta, OutputSequence
 from cluster.chat.events import CallArguments, CallBegun, Event, ReasoningPiece, TextPiece
 from cluster.request import FinishReason, Request, RequestParams
 

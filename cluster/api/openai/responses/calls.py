@@ -10,8 +10,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from pydantic import ConfigDict
 
-from cluster.api.core.content import Strict
-from cluster.chat.json_text import loaded
+from cluster.api.core.fields import Strict
+from cluster.chat.blocks import loaded
 
 CallKind = Literal["local_shell_call", "shell_call", "apply_patch_call", "tool_search_call", "program"]
 OutputKind = Literal[

@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import PlainValidator
 
-from cluster.api.core.content import Strict, Text, read_at, readable, text_of_parts
 from cluster.api.core.dialogue import Dialogue
 from cluster.api.core.errors import ApiError, shown
+from cluster.api.core.fields import Strict, Text, read_at, readable, text_of_parts
 from cluster.api.core.translated import not_taken
 from cluster.api.openai.responses.calls import OTHER_KINDS, CalledTool, OtherItem
 from cluster.api.openai.responses.tools import ResponseTool, joined, read_tools

@@ -6,10 +6,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, ConfigDict, FailFast, Field, PlainValidator
 
-from cluster.api.core.content import Strict, Text
+from cluster.api.core.adapter import Origins
 from cluster.api.core.errors import ApiError
-from cluster.api.core.fields import FieldTable
-from cluster.api.core.translated import Origins, Translated, TranslatedBody, readable_json, translation
+from cluster.api.core.fields import FieldTable, Strict, Text
+from cluster.api.core.translated import Translated, TranslatedBody, readable_json, translation
 from cluster.api.openai.responses.fields import TABLE
 from cluster.api.openai.responses.items import Item, dialogue_of, items_of, left_out, tools_in
 from cluster.api.openai.responses.tools import (

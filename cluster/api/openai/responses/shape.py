@@ -1,19 +1,22 @@
-"""The answer of /v1/responses: the whole response object, or the events that build it."""
+"""Reads bodies of the Responses API, and writes its answers."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from cluster.api.core.choices import Delta
+from cluster.api.core.adapter import AnswerContext, CoreRequest
 from cluster.api.core.errors import ApiError
-from cluster.api.core.stream import ALIVE, event
-from cluster.api.core.tools import LeftOutTool
-from cluster.api.core.usage import usage
-from cluster.api.openai.answers import AnswerContext, logprob_entry
+from cluster.api.core.limits import RequestLimits
+from cluster.api.core.sequences import Delta, usage
+from cluster.api.core.service import Served
+from cluster.api.core.tools import LeftOutTool, left_out_warnings
+from cluster.api.core.wire import ALIVE, event
+from cluster.api.openai.answers import logprob_entry
 from cluster.api.openai.responses.request import ResponseRequest
 from cluster.api.openai.responses.tools import Own
+from cluster.chat.blocks import loaded
 from cluster.chat.events import TextPiece
-from cluster.chat.json_text import loaded
 from cluster.chat.sections import Change, Grown, Opened, Section, Sections
 from cluster.request import FinishReason
 
@@ -248,3 +251,15 @@ def repeated(asked: ResponseRequest) -> dict[str, Any]:
         "truncation": "disabled",
         "user": asked.user,
     }
+
+
+def asked_response(service: Served, limits: RequestLimits, body: Mapping[str, Any]) -> CoreRequest:
+    """Read a body of /v1/responses."""
+    request, warnings = ResponseRequest.read(body)
+    chat, origins = request.translated()
+    with origins.named():
+        chat.check(service.model, limits)
+    chat = chat.filled(service.model.sampling)
+    shape = partial(ResponseShape, request, chat.temperature, chat.top_p)
+    warnings += [*map(origins.reworded, left_out_warnings(chat.tools)), *request.said_beside()]
+    return CoreRequest(chat, warnings, "resp_", shape, origins)

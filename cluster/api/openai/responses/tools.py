@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field
 
-from cluster.api.core.content import Strict, Text, read_at
 from cluster.api.core.errors import ApiError, shown
+from cluster.api.core.fields import Strict, Text, read_at
 from cluster.api.core.tools import NAMING, LeftOutTool
 from cluster.api.core.translated import not_taken, readable_json
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from cluster.api.core.choices import Delta
 from cluster.api.core.errors import internal
+from cluster.api.core.sequences import Delta
 from cluster.api.openai.responses.request import ResponseRequest
 from cluster.api.openai.responses.shape import ResponseShape
 from cluster.chat.events import CallArguments, CallBegun, Event, ReasoningPiece, TextPiece

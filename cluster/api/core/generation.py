@@ -1,7 +1,4 @@
-"""Bodies of /v1/completions, /v1/chat/completions, /tokenize and /detokenize, in OpenAI's, vLLM's and SGLang's names.
-
-`.fields` lists the fields that are not honoured; `.content` defines prompts and messages.
-"""
+"""The fields that steer a generation, named as by OpenAI, vLLM and SGLang, and the body of /v1/completions."""
 
 import hashlib
 from collections.abc import Mapping
@@ -10,13 +7,85 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field, PlainValidator
 
-from cluster.api.core.constraints import FIELDS, NAMES, OutputConstraint, constraint_of
-from cluster.api.core.content import Strict, Text, list_of_prompts, list_of_stops
-from cluster.api.core.conversation import ConversationFields, Messages
 from cluster.api.core.errors import ApiError, shown
-from cluster.api.core.penalties import PenaltyFields
-from cluster.api.core.service import ModelInfo, RequestLimits
-from cluster.request import GREEDY_BELOW, RequestParams, signed_seed
+from cluster.api.core.fields import Strict, Text, list_of_prompts, list_of_stops
+from cluster.api.core.limits import ModelInfo, RequestLimits
+from cluster.request import GREEDY_BELOW, MOST, LogitAdjustments, RequestParams, signed_seed
+from cluster.tokenizer.tokenizer import TextTokenizer
+
+MOST_BIAS = 100  # the largest absolute value in logit_bias, as at OpenAI
+
+
+def _biases(value: Any) -> Any:
+    """Return `logit_bias` with integer keys, which JSON can only write as strings; stops at the first wrong entry."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"must map token ids to numbers, got {shown(value)}")
+    made = {}
+    for name, bias in value.items():
+        if not (isinstance(name, str) and name.isascii() and name.isdigit() and len(name) < 10):
+            raise ValueError(f"must map token ids to numbers, got the id {shown(name)}")
+        if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not -MOST_BIAS <= bias <= MOST_BIAS:
+            raise ValueError(f"{name}: must be a number in [-{MOST_BIAS}, {MOST_BIAS}], got {shown(bias)}")
+        made[int(name)] = float(bias)
+    return made
+
+
+Bias = Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)]
+
+
+class PenaltyFields(Strict):
+    """Penalties, biases and banned tokens; the default of each field means off."""
+
+    presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    repetition_penalty: float = Field(default=1.0, ge=0.01, le=100.0)
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_biases, json_schema_input_type=dict[str, Bias])] = Field(
+        default_factory=dict
+    )
+    allowed_token_ids: Annotated[list[int], FailFast()] = Field(default_factory=list, min_length=1)
+    bad_words: Annotated[list[Text], FailFast()] = Field(default_factory=list)
+    min_tokens: int = Field(default=0, ge=0, lt=MOST)
+
+    def check_adjustments(self, vocab_size: int, limits: RequestLimits) -> None:
+        """Check what the types of these fields cannot express: token ids and limits.
+
+        Raises:
+            ApiError: 400 that names the field.
+        """
+        allowed = self.allowed_token_ids
+        longest = max((len(word) for word in self.bad_words), default=0)
+        checks = (
+            (all(t < vocab_size for t in self.logit_bias), "logit_bias", f"ids must lie in [0, {vocab_size})"),
+            (len(allowed) <= vocab_size, "allowed_token_ids", f"at most {vocab_size} ids"),
+            (all(0 <= t < vocab_size for t in allowed), "allowed_token_ids", f"ids must lie in [0, {vocab_size})"),
+            (len(self.bad_words) <= limits.bad_words, "bad_words", f"at most {limits.bad_words} words"),
+            (longest <= limits.stop_characters, "bad_words", f"at most {limits.stop_characters} characters per word"),
+            (all(word.strip() for word in self.bad_words), "bad_words", "an empty word cannot be banned; leave it out"),
+        )
+        for ok, name, message in checks:
+            if not ok:
+                raise ApiError(f"{name}: {message}", param=name, code="invalid_value")
+
+    def adjustments(self, tokenizer: TextTokenizer | None, vocab_size: int) -> LogitAdjustments | None:
+        """Return the requested adjustments, or None if there are none. A bad word is banned in two tokenizations: at
+        the start of a text, and after a space. A tokenization with an id of `vocab_size` or more is skipped, because
+        the model cannot generate it.
+        """
+        words = []
+        for word in self.bad_words if tokenizer is not None else ():
+            assert tokenizer is not None
+            words += [tuple(tokenizer.encode(start + word.lstrip(), False)) for start in ("", " ")]
+        made = LogitAdjustments(
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            bias=tuple((token, bias) for token, bias in self.logit_bias.items() if bias),
+            allowed_token_ids=tuple(dict.fromkeys(self.allowed_token_ids)) or None,
+            bad_words_token_ids=tuple(dict.fromkeys(word for word in words if word and max(word) < vocab_size)),
+            min_tokens=self.min_tokens,
+        )
+        return None if made == LogitAdjustments() else made
+
 
 MAX_TEMPERATURE = 100.0
 NO_SEED = -1  # what vLLM's clients send for "no seed"
@@ -139,14 +208,6 @@ class GenerationFields(PenaltyFields):
     def sequences(self) -> int:
         """The number of sequences that the request returns: prompts times `n`."""
         return self.n
-
-    def constraint(self) -> OutputConstraint | None:
-        """The grammar or schema that the output must follow, or None if any text is allowed.
-
-        Raises:
-            ApiError: as `constraint_of`.
-        """
-        return constraint_of({name: getattr(self, name) for name in (*NAMES, *FIELDS)})
 
     def check(self, model: ModelInfo, limits: RequestLimits) -> None:
         """Check what the field types cannot express: limits, and fields that contradict each other.
@@ -311,59 +372,6 @@ class CompletionRequest(GenerationFields):
     def sequences(self) -> int:
         """The number of returned sequences: `n` for each prompt."""
         return self.n * len(self.prompt)
-
-
-class ChatRequest(ConversationFields, GenerationFields):
-    """The body of /v1/chat/completions. With `include_reasoning` false the answer has no reasoning. With
-    `separate_reasoning` false the reasoning stays in the text of the answer.
-    """
-
-    messages: Messages = Field(min_length=1)
-    parallel_tool_calls: bool = True
-    include_reasoning: bool = True
-    separate_reasoning: bool = True
-    logprobs: bool = False
-    top_logprobs: int | None = Field(default=None, ge=0)
-    add_special_tokens: bool = False
-
-    def top_logprobs_wanted(self) -> int | None:
-        """Return `top_logprobs`, by default 0, if `logprobs` is true. Otherwise return None."""
-        return (self.top_logprobs or 0) if self.logprobs else None
-
-    def check(self, model: ModelInfo, limits: RequestLimits) -> None:
-        """Check the shared fields, the messages and the tools."""
-        super().check(model, limits)
-        if self.top_logprobs and not self.logprobs:
-            raise ApiError("top_logprobs: needs logprobs: true", param="top_logprobs", code="invalid_value")
-        self.check_conversation(self.messages, limits.messages, limits.tools)
-
-
-class TokenizeRequest(ConversationFields):
-    """The body of /tokenize: a prompt or messages."""
-
-    model: str | None = None
-    prompt: Text | None = None
-    messages: Messages = Field(default_factory=list)
-    add_special_tokens: bool | None = None
-
-    @property
-    def special(self) -> bool:
-        """Whether special tokens are added: by default to a prompt, but not to messages: a template adds them."""
-        return not self.messages if self.add_special_tokens is None else self.add_special_tokens
-
-    @classmethod
-    def read(cls, body: Mapping[str, Any]) -> tuple[Self, list[str]]:
-        """Return the request and warnings. Exactly one of `prompt` and `messages` must be sent."""
-        fields, warnings = super().read(body)
-        if (fields.prompt is None) == (not fields.messages):
-            raise ApiError("prompt: send either prompt or messages", param="prompt", code="invalid_value")
-        return fields, warnings
-
-    def check(self, model: ModelInfo, limits: RequestLimits) -> None:
-        """Check the model name and the messages; raises like `GenerationFields.check`."""
-        check_model(model, self.model)
-        if self.messages:
-            self.check_conversation(self.messages, limits.messages, limits.tools)
 
 
 class DetokenizeRequest(Strict):
