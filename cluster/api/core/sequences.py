@@ -22,7 +22,7 @@ from cluster.request import (
     StepTree,
     TokenLogprob,
 )
-from cluster.tokenizer.tokenizer import StoppedText
+from cluster.tokenizer.stop_strings import StoppedText
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,6 @@ class OutputSequence:
         prompt_index: int,
         request: Request,
         text: StoppedText | None,
-        include_stop: bool = False,
         reader: AnswerReader | None = None,
     ) -> None:
         """`text` is None if the model has no tokenizer. `reader` parses reasoning and tool calls; None means plain
@@ -71,7 +70,6 @@ class OutputSequence:
         self.speculation: SpeculationCounts | None = None
         self.finished = False
         self._text = text
-        self._include_stop = include_stop
         self._reader = reader
         self.reasoning_tokens = 0
 
@@ -109,10 +107,7 @@ class OutputSequence:
                 self.timer.on_finish(output.finish_reason, self.prompt_tokens)
         text, events = "", tuple[Event, ...]()
         if self._text:
-            # A stop token is not part of the text, just as a stop string is not.
-            by_token = output.finish_reason == "stop" and isinstance(output.stop_reason, int)
-            hidden = by_token and not self._include_stop
-            ids = output.token_ids[:-1] if hidden else output.token_ids
+            ids = self._text.textual(output)
             text, events = self._plain(self._text, ids) if self._reader is None else self._read(self._reader, ids)
         end = (output.finish_reason, output.stop_reason)
         return Delta(

@@ -24,7 +24,8 @@ from cluster.api.core.tokenizer import Encoded
 from cluster.api.core.wire import BodyReader, EventStream, json_bytes, until_client_leaves
 from cluster.api.http.middleware import cache_salt, key_of, note
 from cluster.request import Request, RequestParams
-from cluster.tokenizer.tokenizer import StoppedText, TextTokenizer
+from cluster.tokenizer.stop_strings import StoppedText
+from cluster.tokenizer.tokenizer import TextTokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +166,7 @@ async def understand(
                 index = len(choices)
                 # 0 is `resumed_tokens`: the sequence is new, not resumed
                 sequence = Request(f"{sequence_id}-{index}", ids, own, 0, fields.routed_dp_rank, salt)
-                choices.append(
-                    OutputSequence(index, at, sequence, text, fields.include_stop_str_in_output, chat.reader())
-                )
+                choices.append(OutputSequence(index, at, sequence, text, chat.reader()))
         return choices
 
     choices = await off_loop(length, make_choices)

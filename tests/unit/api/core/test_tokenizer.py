@@ -1,91 +1,117 @@
-"""No text has fewer tokens than the floor says, whatever the tokenizer; where that cannot be known, nothing is said."""
+"""Conversations through templates that take less than clients send, as those of published families do."""
 
-import unicodedata
+from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from cluster.api.core.tokenizer import NFC_SHRINKS, TokenFloor
+from cluster.api.core.conversation import ChatMessage
+from cluster.api.core.tokenizer import messages_for, one_call_each, rendered, with_one_system
 
-SAMPLE = ["the quick brown fox  jumps over the lazy dog    \n\n    and again the fox, ünïcödé ﬁne 日本語 日本語"] * 4
+FIRST_ALONE = (  # gpt-oss: a first message of the system's; the loop has no place for another
+    "{% if messages[0].role in ['system', 'developer'] %}[{{ messages[0].content }}]{% endif %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{% if 'tool_calls' in m %}{% if m.content and m.thinking %}{{ raise_exception('both') }}{% endif %}"
+    "A({{ m.content or m.thinking }})>{{ m.tool_calls[0].function.name }};"
+    "{% else %}A:{{ m.content }};{% endif %}"
+    "{% elif m.role == 'tool' %}T:{{ m.content }};{% elif m.role == 'user' %}U:{{ m.content }};{% endif %}{% endfor %}"
+)
+LAST_ALONE = (  # DeepSeek-R1-Distill: the last message of the system's replaces those before
+    "{% set ns = namespace(s='') %}{% for m in messages %}{% if m['role'] == 'system' %}{% set ns.s = m['content'] %}"
+    "{% endif %}{% endfor %}[{{ ns.s }}]"
+    "{% for m in messages %}{% if m['role'] == 'user' %}U:{{ m['content'] }};{% endif %}{% endfor %}"
+)
+ONE_CALL = (  # Llama 3: one call in a message
+    "{% for m in messages %}{% if m.tool_calls %}"
+    "{% if not m.tool_calls|length == 1 %}{{ raise_exception('one call') }}{% endif %}"
+    "C:{{ m.content }}{{ m.tool_calls[0].function.name }};{% else %}{{ m.role }}:{{ m.content }};{% endif %}"
+    "{% endfor %}"
+)
+NO_SYSTEM = "{% for m in messages %}{% if m.role != 'system' %}{{ m.content }};{% endif %}{% endfor %}"
 
 
-def byte_level(normalizer: normalizers.Normalizer | None = None) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizer
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(SAMPLE, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet))
-    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
-    return tokenizer
+def through(template: str, messages: list[dict[str, Any]]) -> tuple[str, list[str]]:
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    compiled = ImmutableSandboxedEnvironment().from_string(template, globals={"raise_exception": refuse})
+    return rendered(lambda form: compiled.render(messages=form), messages)
 
 
-def byte_fallback() -> Tokenizer:
-    tokens = [f"<0x{byte:02X}>" for byte in range(256)] + ["▁", "a", "b", "▁▁", "ab"]
-    model = models.BPE(
-        vocab={token: at for at, token in enumerate(tokens)},
-        merges=[("▁", "▁"), ("a", "b")],
-        byte_fallback=True,
-        unk_token="<0x00>",
-        fuse_unk=True,
+def said(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def call(name: str) -> dict[str, Any]:
+    return {"id": f"call_{name}", "type": "function", "function": {"name": name, "arguments": {}}}
+
+
+def result(name: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": f"call_{name}", "content": f"of {name}"}
+
+
+@pytest.mark.parametrize(
+    ("template", "roles", "prompt"),
+    [
+        (FIRST_ALONE, ("system", "developer"), "[BASE\n\nRULE]U:hi;"),
+        (FIRST_ALONE, ("developer", "developer"), "[BASE\n\nRULE]U:hi;"),
+        (LAST_ALONE, ("system", "system"), "[BASE\n\nRULE]U:hi;"),
+    ],
+)
+def test_no_text_of_the_systems_is_lost(template: str, roles: tuple[str, str], prompt: str) -> None:
+    messages = [said(roles[0], "BASE"), said(roles[1], "RULE"), said("user", "hi")]
+    assert through(template, messages) == (prompt, [])
+
+
+def test_what_is_lost_in_every_form_is_said() -> None:
+    text, warnings = through(NO_SYSTEM, [said("system", "BASE"), said("user", "hi"), said("system", "hi")])
+    assert text == "hi;"
+    assert warnings == ["messages: this model's chat template leaves out 1 of role system or developer"]
+
+
+def test_a_message_of_the_systems_that_is_trimmed_or_empty_is_none_that_is_lost() -> None:
+    assert through(LAST_ALONE, [said("system", " \n"), said("user", "hi")]) == ("[ \n]U:hi;", [])
+
+
+def test_two_calls_in_one_message_are_sent_as_two_with_their_results() -> None:
+    messages = [
+        said("user", "hi"),
+        {**said("assistant", "I look. "), "tool_calls": [call("a"), call("b"), call("c")]},
+        result("b"),
+        result("a"),
+        {"role": "tool", "content": "without an id"},
+        said("user", "more"),
+    ]
+    text, warnings = through(ONE_CALL, messages)
+    parts = ["user:hi", "C:I look. a", "tool:of a", "C:b", "tool:of b", "C:c", "tool:without an id", "user:more", ""]
+    assert text == ";".join(parts) and not warnings
+    assert one_call_each(one_call_each(messages)) == one_call_each(messages)
+    without = [messages[0], messages[1], messages[5]]
+    assert [len(each.get("tool_calls", ())) for each in one_call_each(without)] == [0, 1, 1, 1, 0]
+
+
+def test_what_is_refused_in_every_form_is_refused_as_it_came() -> None:
+    template = "{{ raise_exception(messages | length) }}"
+    with pytest.raises(TemplateError, match="3"):
+        through(template, [said("system", "a"), said("system", "b"), said("user", "c")])
+
+
+def test_gpt_oss_takes_back_what_it_thought_said_and_called() -> None:
+    answer = ChatMessage.model_validate(
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "reasoning_content": "hm",
+            "tool_calls": [{"id": "call_a", "function": {"name": "a", "arguments": "{}"}}],
+        }
     )
-    tokenizer = Tokenizer(model)
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    return tokenizer
+    text, warnings = through(FIRST_ALONE, [said("user", "hi"), *messages_for([answer], "thinking"), result("a")])
+    assert (text, warnings) == ("U:hi;A(hm\n\nI look.)>a;T:of a;", [])
+    (other,) = messages_for([answer], "reasoning_content")
+    assert (other["content"], other["reasoning_content"]) == ("I look.", "hm")
 
 
-SOUND = {
-    "byte level": byte_level(),
-    "byte level, NFC": byte_level(normalizers.NFC()),
-    "byte fallback": byte_fallback(),
-}
-TEXTS = st.text() | st.text(st.sampled_from("ab ▁\u212a\u0301e<|end|>\n"), max_size=80)
-
-
-@pytest.mark.parametrize("name", SOUND)
-@settings(max_examples=150, deadline=None)
-@given(text=TEXTS)
-def test_no_text_has_fewer_tokens(name: str, text: str) -> None:
-    tokenizer = SOUND[name]
-    ids = tokenizer.encode(text, add_special_tokens=False).ids
-    assert TokenFloor.of(tokenizer).fewest(text) <= len(ids)
-
-
-@pytest.mark.parametrize("name", SOUND)
-def test_a_long_text_has_many(name: str) -> None:
-    assert TokenFloor.of(SOUND[name]).fewest("ab" * 100_000) > 1000
-
-
-def test_nfc_shrinks_no_more_than_is_said() -> None:
-    for point in range(0x110000):
-        character = chr(point)
-        if 0xD800 <= point < 0xE000:
-            continue
-        composed, apart = unicodedata.normalize("NFC", character), unicodedata.normalize("NFD", character)
-        for written in (character, apart):
-            assert len(written.encode()) <= NFC_SHRINKS * len(composed.encode())
-
-
-def unsound() -> dict[str, Tokenizer]:
-    strips = byte_level()
-    strips.add_special_tokens([AddedToken("<mask>", special=True, lstrip=True)])
-    drops = byte_level()
-    drops.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    words = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
-    return {
-        "a token that swallows blanks": strips,
-        "a pre-tokenizer that drops blanks": drops,
-        "words": words,
-        "a normalizer that strips": byte_level(normalizers.Strip()),
-        "no bytes": Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[])),
-    }
-
-
-@pytest.mark.parametrize("name", unsound())
-def test_nothing_is_claimed_of_a_tokenizer_that_may_lose_text(name: str) -> None:
-    assert TokenFloor.of(unsound()[name]).fewest(" " * 1_000_000) == 0
+def test_one_system_is_the_first() -> None:
+    assert with_one_system([said("user", "hi")]) == [said("user", "hi")]
+    assert with_one_system([said("user", "hi"), said("developer", "a")])[0] == said("system", "a")

@@ -1,0 +1,102 @@
+"""A lower bound on the number of tokens of a text, without encoding it.
+
+No token covers more bytes than the longest token of the vocabulary, nor more letters than the token with most letters:
+tokens >= max(bytes / bytes_per_token, letters / letters_per_token). So a megabyte of text that cannot fit into a small
+context is refused in a millisecond; encoding it takes seconds. The bound holds for BPE over all bytes: its tokens spell
+every byte of the text. For a tokenizer that may drop text, or turn text of any length into one unknown token, the bound
+is 0.
+"""
+
+import json
+import string
+from collections.abc import Iterator
+from typing import Any, Self
+
+from tokenizers import Tokenizer
+
+from cluster.tokenizer.tokenizer import BYTE_OF_CHARACTER
+
+LETTERS = string.ascii_letters.encode() + bytes(range(0x80, 0x100))  # bytes beyond ASCII count as letters
+NFC_SHRINKS = 3  # NFC turns at most 3 bytes of UTF-8 into 1: the Kelvin sign into K
+KEEPING = frozenset({"ByteLevel", "Metaspace", "Split", "Digits", "Sequence"})  # pre-tokenizers that drop no text
+
+
+class TokenFloor:
+    """The bound for one tokenizer: the most bytes, and the most letters, that one token covers; both 0 if unknown."""
+
+    def __init__(self, bytes_per_token: int, letters_per_token: int) -> None:
+        self._bytes_per_token = bytes_per_token
+        self._letters_per_token = letters_per_token
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Self:
+        """Derive the bound from a tokenizer's vocabulary, normalizer and pre-tokenizer."""
+        shrinks = _shrinks(tokenizer)
+        if not shrinks:
+            return cls(0, 0)
+        added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+        byte_level = _is_byte_level(tokenizer)
+        longest = letters = 0
+        for token in tokenizer.get_vocab(with_added_tokens=True):
+            whole = token in added or not byte_level
+            raw = token.encode() if whole else bytes(BYTE_OF_CHARACTER.get(character, 0) for character in token)
+            longest = max(longest, len(raw))
+            letters = max(letters, _letters(raw))
+        return cls(shrinks * longest, shrinks * letters)
+
+    def fewest(self, text: str) -> int:
+        """Return a lower bound on the number of tokens of the text."""
+        if not self._bytes_per_token:
+            return 0
+        raw = text.encode("utf-8", "replace")
+        fewest = -(-len(raw) // self._bytes_per_token)  # rounded up
+        return max(fewest, -(-_letters(raw) // self._letters_per_token)) if self._letters_per_token else fewest
+
+
+def _letters(raw: bytes) -> int:
+    return len(raw) - len(raw.translate(None, LETTERS))
+
+
+def _shrinks(tokenizer: Tokenizer) -> int:
+    """Return the factor by which the normalizer may shorten a text, or 0 if the tokenizer may drop text."""
+    if type(tokenizer.model).__name__ != "BPE":
+        return 0
+    if any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values()):
+        return 0  # such a token absorbs any length of white space next to it
+    vocabulary = tokenizer.get_vocab(with_added_tokens=False)
+    names = BYTE_OF_CHARACTER if _is_byte_level(tokenizer) else [f"<0x{byte:02X}>" for byte in range(256)]
+    if not all(name in vocabulary for name in names):
+        return 0
+    if not (_is_byte_level(tokenizer) or tokenizer.model.byte_fallback):
+        return 0
+    for node in _nodes(tokenizer.pre_tokenizer):
+        if node["type"] not in KEEPING or node.get("behavior") == "Removed":
+            return 0
+    factor = 1
+    for node in _nodes(tokenizer.normalizer):
+        if node["type"] == "NFC":
+            factor *= NFC_SHRINKS
+        elif node["type"] == "Replace":
+            pattern = node["pattern"].get("String")
+            if pattern is None or len(node["content"].encode()) < len(pattern.encode()):
+                return 0
+        elif node["type"] not in ("Prepend", "Sequence"):
+            return 0
+    return factor
+
+
+def _is_byte_level(tokenizer: Tokenizer) -> bool:
+    return any(node["type"] == "ByteLevel" for node in _nodes(tokenizer.pre_tokenizer))
+
+
+def _nodes(part: Any) -> Iterator[dict[str, Any]]:
+    """Yield the JSON of a tokenizer's component, and of all components inside it."""
+    waiting = [json.loads(part.__getstate__())] if part is not None else []
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, list):
+            waiting.extend(node)
+        elif isinstance(node, dict):
+            if isinstance(node.get("type"), str):
+                yield node
+            waiting.extend(value for value in node.values() if isinstance(value, list | dict))

@@ -1,0 +1,91 @@
+"""No text has fewer tokens than the floor says, whatever the tokenizer; where that cannot be known, nothing is said."""
+
+import unicodedata
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from cluster.tokenizer.token_floor import NFC_SHRINKS, TokenFloor
+
+SAMPLE = ["the quick brown fox  jumps over the lazy dog    \n\n    and again the fox, ünïcödé ﬁne 日本語 日本語"] * 4
+
+
+def byte_level(normalizer: normalizers.Normalizer | None = None) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(SAMPLE, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet))
+    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
+    return tokenizer
+
+
+def byte_fallback() -> Tokenizer:
+    tokens = [f"<0x{byte:02X}>" for byte in range(256)] + ["▁", "a", "b", "▁▁", "ab"]
+    model = models.BPE(
+        vocab={token: at for at, token in enumerate(tokens)},
+        merges=[("▁", "▁"), ("a", "b")],
+        byte_fallback=True,
+        unk_token="<0x00>",
+        fuse_unk=True,
+    )
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    return tokenizer
+
+
+SOUND = {
+    "byte level": byte_level(),
+    "byte level, NFC": byte_level(normalizers.NFC()),
+    "byte fallback": byte_fallback(),
+}
+TEXTS = st.text() | st.text(st.sampled_from("ab ▁\u212a\u0301e<|end|>\n"), max_size=80)
+
+
+@pytest.mark.parametrize("name", SOUND)
+@settings(max_examples=150, deadline=None)
+@given(text=TEXTS)
+def test_no_text_has_fewer_tokens(name: str, text: str) -> None:
+    tokenizer = SOUND[name]
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    assert TokenFloor.of(tokenizer).fewest(text) <= len(ids)
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_a_long_text_has_many(name: str) -> None:
+    assert TokenFloor.of(SOUND[name]).fewest("ab" * 100_000) > 1000
+
+
+def test_nfc_shrinks_no_more_than_is_said() -> None:
+    for point in range(0x110000):
+        character = chr(point)
+        if 0xD800 <= point < 0xE000:
+            continue
+        composed, apart = unicodedata.normalize("NFC", character), unicodedata.normalize("NFD", character)
+        for written in (character, apart):
+            assert len(written.encode()) <= NFC_SHRINKS * len(composed.encode())
+
+
+def unsound() -> dict[str, Tokenizer]:
+    strips = byte_level()
+    strips.add_special_tokens([AddedToken("<mask>", special=True, lstrip=True)])
+    drops = byte_level()
+    drops.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    words = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    return {
+        "a token that swallows blanks": strips,
+        "a pre-tokenizer that drops blanks": drops,
+        "words": words,
+        "a normalizer that strips": byte_level(normalizers.Strip()),
+        "no bytes": Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[])),
+    }
+
+
+@pytest.mark.parametrize("name", unsound())
+def test_nothing_is_claimed_of_a_tokenizer_that_may_lose_text(name: str) -> None:
+    assert TokenFloor.of(unsound()[name]).fewest(" " * 1_000_000) == 0
