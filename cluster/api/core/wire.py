@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from cluster.actors.messages import Overloaded
 from cluster.api.core.errors import ApiError, ClientGoneError, internal, overloaded, shown
 from cluster.api.core.limits import RequestLimits, off_loop
-from cluster.api.proxy.middleware import too_slow
+from cluster.api.proxy.body_pieces import SlowBodyError, read_pieces
 
 MAX_DEPTH = 64
 MAX_CONTAINERS = 1 << 16  # lists and objects of one body, together
@@ -66,31 +66,23 @@ class BodyReader:
         announced = request.headers.get("content-length", "")
         if announced.isdecimal() and (len(announced) > 18 or int(announced) > limits.body_bytes):
             raise _too_large(limits.body_bytes)
-        loop = asyncio.get_running_loop()
-        began = loop.time()
+
+        def take(piece: bytes) -> bool:
+            body.extend(piece)
+            self._held += len(piece)
+            if len(body) > limits.body_bytes:
+                raise _too_large(limits.body_bytes)
+            if self._held > limits.held_bytes:
+                raise overloaded(Overloaded("the server is reading too many long bodies; try again", RETRY_S))
+            return True
+
         try:
-            async with asyncio.timeout_at(began + limits.body_grace_s) as patience:
-                while True:
-                    message = await request.receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientGoneError
-                    piece = message.get("body", b"")
-                    body += piece
-                    self._held += len(piece)
-                    if len(body) > limits.body_bytes:
-                        raise _too_large(limits.body_bytes)
-                    if self._held > limits.held_bytes:
-                        raise overloaded(Overloaded("the server is reading too many long bodies; try again", RETRY_S))
-                    if not message.get("more_body", False):
-                        return
-                    patience.reschedule(began + limits.body_grace_s + len(body) / limits.body_bytes_per_s)
-        except TimeoutError:
-            raise ApiError(
-                too_slow(len(body), loop.time() - began, limits.body_grace_s, limits.body_bytes_per_s),
-                status=408,
-                code="request_timeout",
-                headers={"Connection": "close"},
-            ) from None
+            more = await read_pieces(request.receive, take, limits.body_grace_s, limits.body_bytes_per_s)
+        except SlowBodyError as slow:
+            headers = {"Connection": "close"}
+            raise ApiError(str(slow), status=408, code="request_timeout", headers=headers) from None
+        if more is None:
+            raise ClientGoneError
 
 
 def _too_large(limit: int) -> ApiError:

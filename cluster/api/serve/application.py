@@ -143,7 +143,8 @@ class Replica(GangOwner):
 
     async def drain(self) -> int:
         """Refuse new calls from now on; return how many calls are open."""
-        return self._drain.begin()
+        open_calls: int = self._drain.begin()
+        return open_calls
 
 
 class EngineReplica(GangOwner):
@@ -251,7 +252,8 @@ class IngressReplica:
 
     async def drain(self) -> int:
         """Refuse new calls from now on; return how many calls are open."""
-        return self._drain.begin()
+        open_calls: int = self._drain.begin()
+        return open_calls
 
     async def end_streams(self) -> None:
         """End every open stream of this and of the engine replicas with an error: the server is shutting down."""
