@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.actors.fault_verdict import RankEvidence, Verdict, judge
+from cluster.actors.blame import RankEvidence, Verdict, judge
 from cluster.actors.messages import Commands
 from cluster.actors.step_loop import EngineLoop
 from cluster.config import EngineConfig

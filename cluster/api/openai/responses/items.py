@@ -9,7 +9,7 @@ from cluster.api.core.dialogue import Dialogue
 from cluster.api.core.errors import ApiError, shown
 from cluster.api.core.fields import Strict, Text, read_at, readable, text_of_parts
 from cluster.api.core.translated import not_taken
-from cluster.api.openai.responses.calls import OTHER_KINDS, CalledTool, OtherItem
+from cluster.api.openai.responses.tool_call_items import OTHER_KINDS, CalledTool, OtherItem
 from cluster.api.openai.responses.tools import ResponseTool, joined, read_tools
 from cluster.chat.custom import arguments_of
 
