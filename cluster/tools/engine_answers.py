@@ -10,7 +10,7 @@ from typing import Any
 
 from cluster.api.core.errors import ApiError
 from cluster.api.http.calls import GenerateCall
-from cluster.api.openai.answers import asked_chat
+from cluster.api.openai.answers import read_chat
 from cluster.config import ConfigError
 from cluster.engine.engine import Engine
 from cluster.offline.interrupts import interrupt_held
@@ -58,7 +58,7 @@ class EngineAnswers:
 
     def _understood(self, body: Mapping[str, Any]) -> GenerateCall:
         try:
-            return self._model.understood(asked_chat(self._model, self._model.limits, body))
+            return self._model.understood(read_chat(self._model, self._model.limits, body))
         except ApiError as error:
             raise ValueError(error.message) from None
 

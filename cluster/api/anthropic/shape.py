@@ -7,7 +7,7 @@ from pydantic_core import from_json
 
 from cluster.api.anthropic.errors import anthropic_envelope
 from cluster.api.anthropic.request import CountRequest, MessagesRequest
-from cluster.api.core.adapter import AnswerContext, CoreRequest
+from cluster.api.core.adapter import CoreRequest, GenerateCall
 from cluster.api.core.errors import ApiError
 from cluster.api.core.limits import RequestLimits
 from cluster.api.core.sequences import Delta, usage
@@ -29,9 +29,9 @@ class MessageShape:
 
     alive = event({"type": "ping"}, "ping")
 
-    def __init__(self, about: AnswerContext) -> None:
+    def __init__(self, about: GenerateCall) -> None:
         self._about = about
-        self._sections = Sections(about.extras.thought)
+        self._sections = Sections(about.shows_reasoning)
         self._end: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
         self._begun = False
 
@@ -142,7 +142,7 @@ def arguments_of(text: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def asked_message(
+def read_message(
     service: Served, limits: RequestLimits, body: Mapping[str, Any], kind: type[CountRequest] = MessagesRequest
 ) -> CoreRequest:
     """Read a body of /v1/messages, or of /v1/messages/count_tokens with `kind` CountRequest."""

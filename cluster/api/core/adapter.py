@@ -1,9 +1,10 @@
 """The interface of an API: it reads a body as a core request, and writes the answer of the call in its own form."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from cluster.api.core.conversation import ChatRequest, TokenizeRequest, unread
 from cluster.api.core.errors import ApiError, path_of
@@ -51,38 +52,6 @@ class Origins:
             raise ApiError(message, param=param, **kept) from None  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True, slots=True)
-class Extras:
-    """The client's options for an answer.
-
-    `ids_as_text` writes tokens as `token_id:N`; `token_ids` adds all token ids; `thought` includes the reasoning.
-    `logprobs` and `prompt_logprobs` are numbers of alternatives; None means no log-probabilities. `echoes` has the
-    texts of the prompts if answers begin with them. `best` is how many outputs per prompt are returned; None returns
-    all.
-    """
-
-    ids_as_text: bool = False
-    token_ids: bool = False
-    usage_at_end: bool = False
-    usage_in_chunks: bool = False
-    thought: bool = True
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    echoes: tuple[str, ...] = ()
-    best: int | None = None
-
-
-class AnswerContext(NamedTuple):
-    """The data of a call that its answer needs. `created` is Unix seconds."""
-
-    call_id: str
-    created: int
-    model: str
-    choices: Sequence[OutputSequence]
-    tokenizer: TextTokenizer | None
-    extras: Extras
-
-
 class AnswerShape(Protocol):
     """Writes the answer of one call in the form of its API. It remembers what was sent, so a call needs its own."""
 
@@ -108,9 +77,6 @@ class AnswerShape(Protocol):
         ...
 
 
-F = TypeVar("F", CompletionRequest, ChatRequest, TokenizeRequest)
-
-
 @dataclass(frozen=True, slots=True)
 class CoreRequest:
     """The body of any API as a completion or chat request (`fields`), with warnings about ignored fields.
@@ -123,15 +89,48 @@ class CoreRequest:
     fields: CompletionRequest | ChatRequest
     warnings: list[str]
     prefix: str
-    shape: Callable[[AnswerContext], AnswerShape]
+    shape: Callable[["GenerateCall"], AnswerShape]
     origins: Origins = field(default_factory=lambda: Origins({}))
     id_header: str = ""
+
+
+@dataclass(slots=True)
+class GenerateCall:
+    """A call that is ready for the engine: its sequences, and all that its answer needs.
+
+    `headers` are the HTTP headers of the answer. `echoes` has the texts of the prompts if answers begin with them.
+    `scores` is the number of prompt log-probabilities in the answer; a large answer is serialised off the event loop.
+    `created` is Unix seconds.
+    """
+
+    asked: CoreRequest
+    call_id: str
+    model: str
+    choices: Sequence[OutputSequence]
+    tokenizer: TextTokenizer | None
+    headers: dict[str, str] = field(default_factory=dict)
+    echoes: tuple[str, ...] = ()
+    scores: int = 0
+    created: int = field(default_factory=lambda: int(time.time()))
+    shape: AnswerShape = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.shape = self.asked.shape(self)
+
+    @property
+    def shows_reasoning(self) -> bool:
+        """Whether the answer includes the reasoning."""
+        fields = self.asked.fields
+        return not isinstance(fields, ChatRequest) or fields.include_reasoning
 
 
 Reader = Callable[[Served, RequestLimits, Mapping[str, Any]], CoreRequest]
 """A function that parses the body of one API. It raises an ApiError that names the wrong field if the body cannot be
 served.
 """
+
+
+F = TypeVar("F", CompletionRequest, ChatRequest, TokenizeRequest)
 
 
 def checked(service: Served, limits: RequestLimits, kind: type[F], body: Mapping[str, Any]) -> tuple[F, list[str]]:

@@ -4,44 +4,27 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
-from cluster.api.core.adapter import AnswerContext, AnswerShape, CoreRequest, Extras, Reader
+from cluster.api.core.adapter import CoreRequest, GenerateCall, Reader
 from cluster.api.core.constraints import ChatOutput, chat_of, constraint_in
 from cluster.api.core.conversation import ChatRequest, TokenizeRequest
 from cluster.api.core.echo import text_of as text_of_prompt
 from cluster.api.core.errors import ApiError, overloaded, shown
 from cluster.api.core.fields import warning_headers
-from cluster.api.core.generation import CompletionRequest, DetokenizeRequest, GenerationFields, check_model
+from cluster.api.core.generation import CompletionRequest, DetokenizeRequest, check_model
 from cluster.api.core.limits import RequestLimits, off_loop
 from cluster.api.core.sequences import Delta, OutputSequence, run
 from cluster.api.core.service import Served, Service
 from cluster.api.core.tokenizer import Encoded
 from cluster.api.core.wire import BodyReader, EventStream, json_bytes, until_client_leaves
 from cluster.api.http.middleware import cache_salt, key_of, note
-from cluster.request import Request, RequestParams
+from cluster.request import Request
 from cluster.tokenizer.stop_strings import StoppedText
-from cluster.tokenizer.tokenizer import TextTokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class GenerateCall:
-    """A parsed call, ready for the engine. `shape` writes its answer; `headers` are the HTTP headers of the answer.
-
-    `scores` is the number of prompt log-probabilities in the answer. If it is large, the answer is serialised off the
-    event loop.
-    """
-
-    call_id: str
-    choices: list[OutputSequence]
-    shape: AnswerShape
-    stream: bool
-    headers: dict[str, str]
-    scores: int = 0
 
 
 async def answer(
@@ -61,7 +44,7 @@ async def answer(
             asked = await off_loop(length, lambda: read(service, limits, body))
             salt = cache_salt(key_of(request.scope), asked.fields.cache_salt)
             with asked.origins.named():
-                call = await understand(service, limits, asked, length, salt)
+                call = await prepare(service, limits, asked, length, salt)
     except ApiError as error:
         service.metrics.on_refused("overloaded" if error.code == "overloaded" else "invalid")
         raise
@@ -70,7 +53,7 @@ async def answer(
         choice.began(service.metrics.on_start(arrived))
     deltas = run(service.engine, call.choices)
     with asked.origins.named():
-        if call.stream:
+        if asked.fields.stream:
             return await _streamed(request, call, deltas)
         async with aclosing(deltas):
             said = await until_client_leaves(request.receive, _all(deltas))
@@ -107,7 +90,7 @@ async def _all(deltas: AsyncGenerator[Delta, None]) -> list[Delta]:
     return [delta async for delta in deltas]
 
 
-async def understand(
+async def prepare(
     service: Served, limits: RequestLimits, asked: CoreRequest, length: int, salt: int = 0
 ) -> GenerateCall:
     """Prepare all that a call needs before it goes to the engine.
@@ -122,8 +105,8 @@ async def understand(
     Raises:
         ApiError: the request cannot be served; the error names the field at fault.
     """
-    model, fields = service.model, asked.fields
-    tokenizer = service.tokenizer
+    model, fields, tokenizer = service.model, asked.fields, service.tokenizer
+    words = None if tokenizer is None else tokenizer.text
     for field in ("stop", "bad_words"):
         if getattr(fields, field) and tokenizer is None:
             raise _needs_tokenizer(field)
@@ -151,13 +134,16 @@ async def understand(
 
     def make_choices() -> list[OutputSequence]:
         choices: list[OutputSequence] = []
-        adjustments = fields.adjustments(None if tokenizer is None else tokenizer.text, model.vocab_size)
+        adjustments = fields.adjustments(words, model.vocab_size)
         for at, ids in enumerate(prompts):
             if not ids:
                 raise ApiError(f"{blamed[at]}: must not be empty", param=blamed[at], code="invalid_value")
             params = fields.sampling(model, len(ids), default_tokens, blamed[at])
             for i in range(fields.samples):
-                text = None if tokenizer is None else _text_of(tokenizer.text, ids, params, fields, chat)
+                text = None
+                if words is not None:
+                    include_stop, least = fields.include_stop_str_in_output, fields.min_tokens
+                    text = StoppedText(words, ids, params.stop, include_stop, least, chat.special)
                 own = replace(params, seed=fields.seed_of(i), adjustments=adjustments, grammar=grammar)
                 # If not streamed, only sample 0 computes the prompt's log-probabilities; the other samples get a copy.
                 # The samples of a stream are sent separately, so each sample computes them.
@@ -170,19 +156,8 @@ async def understand(
         return choices
 
     choices = await off_loop(length, make_choices)
-    extras = _extras(fields, echoes)
-    words = None if tokenizer is None else tokenizer.text
-    shape = asked.shape(AnswerContext(call_id, int(time.time()), model.model_id, choices, words, extras))
     headers = warning_headers(warnings) | ({asked.id_header: call_id} if asked.id_header else {})
-    return GenerateCall(call_id, choices, shape, fields.stream, headers, scores)
-
-
-def _text_of(
-    words: TextTokenizer, ids: tuple[int, ...], params: RequestParams, fields: GenerationFields, chat: ChatOutput
-) -> StoppedText:
-    """Return the object that turns the tokens of a sequence into text, and cuts the text at a stop string."""
-    included, least = fields.include_stop_str_in_output, fields.min_tokens
-    return StoppedText(words, ids, params.stop, included, least, chat.special)
+    return GenerateCall(asked, call_id, model.model_id, choices, words, headers, echoes, scores)
 
 
 def _ids(prefix: str, request_id: str | None) -> tuple[str, str]:
@@ -192,21 +167,6 @@ def _ids(prefix: str, request_id: str | None) -> tuple[str, str]:
     unique = uuid.uuid4().hex
     call_id = prefix + (request_id or unique)
     return call_id, f"{call_id}-{unique[:8]}" if request_id else call_id
-
-
-def _extras(fields: CompletionRequest | ChatRequest, echoes: tuple[str, ...]) -> Extras:
-    options = fields.stream_options
-    return Extras(
-        ids_as_text=fields.return_tokens_as_token_ids,
-        token_ids=fields.return_token_ids,
-        usage_at_end=options is not None and options.include_usage,
-        usage_in_chunks=options is not None and options.continuous_usage_stats,
-        thought=not isinstance(fields, ChatRequest) or fields.include_reasoning,
-        logprobs=fields.top_logprobs_wanted(),
-        prompt_logprobs=fields.prompt_logprobs,
-        echoes=echoes,
-        best=fields.n if fields.samples > fields.n else None,
-    )
 
 
 def _echoes(

@@ -15,7 +15,7 @@ from cluster import __version__
 from cluster.actors.messages import GangStatus
 from cluster.api.anthropic.errors import ENVELOPE
 from cluster.api.anthropic.request import CountRequest, MessagesRequest
-from cluster.api.anthropic.shape import asked_message
+from cluster.api.anthropic.shape import read_message
 from cluster.api.core import errors
 from cluster.api.core.adapter import checked
 from cluster.api.core.api_keys import PAGE, ApiKeys
@@ -42,9 +42,9 @@ from cluster.api.http.middleware import (
 from cluster.api.http.openapi import OtherApi, body_of, describe
 from cluster.api.http.server_info import facts_of
 from cluster.api.http.server_state import state_of
-from cluster.api.openai.answers import asked_chat, asked_text
+from cluster.api.openai.answers import read_chat, read_completion
 from cluster.api.openai.responses.request import ResponseRequest
-from cluster.api.openai.responses.shape import asked_response
+from cluster.api.openai.responses.shape import read_response
 from cluster.api.page import add_page
 from cluster.chat.formats.choose import ChosenFormat
 
@@ -106,25 +106,25 @@ def _add_generation(app: FastAPI, service: Service, limits: RequestLimits, intak
     @app.post("/v1/completions", openapi_extra=body_of(CompletionRequest))
     async def completions(request: Request) -> Response:
         """Continue prompts."""
-        return await calls.answer(service, limits, intake, request, asked_text)
+        return await calls.answer(service, limits, intake, request, read_completion)
 
     @app.post("/v1/chat/completions", openapi_extra=body_of(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
-        return await calls.answer(service, limits, intake, request, asked_chat)
+        return await calls.answer(service, limits, intake, request, read_chat)
 
 
 def _add_other_apis(app: FastAPI, service: Service, limits: RequestLimits, intake: BodyReader) -> None:
     @app.post("/v1/responses", openapi_extra=body_of(ResponseRequest))
     async def responses(request: Request) -> Response:
         """Answer a conversation, in OpenAI's newer form; nothing is stored."""
-        return await calls.answer(service, limits, intake, request, asked_response)
+        return await calls.answer(service, limits, intake, request, read_response)
 
     @app.post("/v1/responses/input_tokens", openapi_extra=body_of(ResponseRequest))
     async def input_tokens(request: Request) -> Response:
         """The number of tokens in the prompt of a response."""
         async with intake.json(request) as (body, length):
-            asked = await off_loop(length, lambda: asked_response(service, limits, body))
+            asked = await off_loop(length, lambda: read_response(service, limits, body))
             count = await calls.count_of(service, asked, length)
         return _json({"object": "response.input_tokens", "input_tokens": count}, asked.warnings)
 
@@ -139,13 +139,13 @@ def _add_other_apis(app: FastAPI, service: Service, limits: RequestLimits, intak
     @app.post("/v1/messages", openapi_extra=body_of(MessagesRequest))
     async def messages(request: Request) -> Response:
         """Answer a conversation, in Anthropic's form."""
-        return await calls.answer(service, limits, intake, request, asked_message)
+        return await calls.answer(service, limits, intake, request, read_message)
 
     @app.post("/v1/messages/count_tokens", openapi_extra=body_of(CountRequest))
     async def count_tokens(request: Request) -> Response:
         """The number of tokens in the prompt of a message."""
         async with intake.json(request) as (body, length):
-            asked = await off_loop(length, lambda: asked_message(service, limits, body, CountRequest))
+            asked = await off_loop(length, lambda: read_message(service, limits, body, CountRequest))
             count = await calls.count_of(service, asked, length)
         return _json({"input_tokens": count}, asked.warnings)
 

@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from cluster.api.core.adapter import CoreRequest, Extras, checked
+from cluster.api.core.adapter import CoreRequest, GenerateCall, checked
 from cluster.api.core.conversation import ChatRequest
 from cluster.api.core.echo import offsets
 from cluster.api.core.errors import ApiError
-from cluster.api.core.generation import CompletionRequest
+from cluster.api.core.generation import CompletionRequest, StreamOptions
 from cluster.api.core.limits import RequestLimits
 from cluster.api.core.sequences import Delta, OutputSequence, joined, speculation_metrics, usage, usage_so_far
 from cluster.api.core.service import Served
@@ -17,19 +17,18 @@ from cluster.api.core.wire import ALIVE, DONE
 from cluster.api.core.wire import event as framed
 from cluster.chat.events import CallArguments, CallBegun, Event, ReasoningPiece, TextPiece
 from cluster.request import StepTree, TokenLogprob
-from cluster.tokenizer.tokenizer import TextTokenizer
 
 
-def asked_text(service: Served, limits: RequestLimits, body: Mapping[str, Any]) -> CoreRequest:
+def read_completion(service: Served, limits: RequestLimits, body: Mapping[str, Any]) -> CoreRequest:
     """Read a body of /v1/completions."""
     fields, warnings = checked(service, limits, CompletionRequest, body)
-    return CoreRequest(fields, warnings, "cmpl-", lambda about: CompletionShape(*about))
+    return CoreRequest(fields, warnings, "cmpl-", CompletionShape)
 
 
-def asked_chat(service: Served, limits: RequestLimits, body: Mapping[str, Any]) -> CoreRequest:
+def read_chat(service: Served, limits: RequestLimits, body: Mapping[str, Any]) -> CoreRequest:
     """Read a body of /v1/chat/completions."""
     fields, warnings = checked(service, limits, ChatRequest, body)
-    return CoreRequest(fields, warnings, "chatcmpl-", lambda about: ChatShape(*about))
+    return CoreRequest(fields, warnings, "chatcmpl-", ChatShape)
 
 
 LOWEST_LOGPROB = -9999.0  # replaces -inf, which JSON cannot write
@@ -42,21 +41,16 @@ class OpenAIShape:
     object_of_body: ClassVar[str]
     object_of_chunk: ClassVar[str]
 
-    def __init__(
-        self,
-        call_id: str,
-        created: int,
-        model: str,
-        choices: Sequence[OutputSequence],
-        tokenizer: TextTokenizer | None,
-        extras: Extras,
-    ) -> None:
-        self.choices = choices
-        self._head = {"id": call_id, "created": created, "model": model}
-        self._tokenizer = tokenizer
-        self._ids_as_text = extras.ids_as_text or tokenizer is None
-        self._with_token_ids = extras.token_ids or tokenizer is None
-        self._extras = extras
+    def __init__(self, call: GenerateCall) -> None:
+        self.choices = call.choices
+        self._head = {"id": call.call_id, "created": call.created, "model": call.model}
+        self._tokenizer = call.tokenizer
+        self._fields = fields = call.asked.fields
+        self._options = fields.stream_options or StreamOptions()
+        self._ids_as_text = fields.return_tokens_as_token_ids or call.tokenizer is None
+        self._with_token_ids = fields.return_token_ids or call.tokenizer is None
+        self._logprobs_wanted = fields.top_logprobs_wanted()
+        self._echoes = call.echoes
         self._begun: set[int] = set()
 
     def body(self, deltas: Sequence[Delta]) -> dict[str, Any]:
@@ -66,8 +60,8 @@ class OpenAIShape:
         if self._scored:  # only the first output of each prompt has the prompt's log-probabilities
             each = self._each
             whole = [replace(d, prompt_logprobs=whole[at - at % each].prompt_logprobs) for at, d in enumerate(whole)]
-        if self._extras.best is not None:
-            whole = self._best(whole, self._extras.best)
+        if self._fields.samples > self._fields.n:
+            whole = self._best(whole, self._fields.n)
         body["choices"] = [{**self._choice(delta), "index": at} for at, delta in enumerate(whole)]
         body["usage"] = usage(self.choices)
         if metrics := speculation_metrics(self.choices):
@@ -95,15 +89,14 @@ class OpenAIShape:
     @property
     def _scored(self) -> bool:
         """Whether the answer holds log-probabilities of prompts."""
-        extras = self._extras
-        return extras.prompt_logprobs is not None or bool(extras.echoes and extras.logprobs is not None)
+        return self._fields.prompt_logprobs is not None or bool(self._echoes and self._logprobs_wanted is not None)
 
     def _best(self, whole: Sequence[Delta], count: int) -> list[Delta]:
         """Return the `count` outputs of each prompt with the highest total log-probability, best first."""
         best: list[Delta] = []
         for start in range(0, len(whole), self._each):
             best += sorted(whole[start : start + self._each], key=_likelihood, reverse=True)[:count]
-        return best if self._extras.logprobs is not None else [replace(delta, logprobs=()) for delta in best]
+        return best if self._logprobs_wanted is not None else [replace(delta, logprobs=()) for delta in best]
 
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
         """Return the chunks of a delta, usually one. The first one is or includes the opening (role, prompt ids)."""
@@ -115,7 +108,7 @@ class OpenAIShape:
 
     def last_chunk(self) -> dict[str, Any] | None:
         """Return the chunk with the call's usage, or None if the client did not ask for it."""
-        if not self._extras.usage_at_end:
+        if not self._options.include_usage:
             return None
         chunk = self._chunk([], None)
         chunk["usage"] = usage(self.choices)
@@ -125,9 +118,9 @@ class OpenAIShape:
 
     def _chunk(self, pieces: list[dict[str, Any]], choice: OutputSequence | None) -> dict[str, Any]:
         chunk: dict[str, Any] = {"object": self.object_of_chunk, **self._head, "choices": pieces}
-        if self._extras.usage_in_chunks and choice:
+        if self._options.continuous_usage_stats and choice:
             chunk["usage"] = usage_so_far(choice)
-        elif self._extras.usage_at_end:
+        elif self._options.include_usage:
             chunk["usage"] = None
         return chunk
 
@@ -164,7 +157,7 @@ class OpenAIShape:
 
     def _prompt_logprobs(self, delta: Delta) -> dict[str, Any]:
         """Return `prompt_logprobs` in vLLM's form. The first token's entry is null: nothing predicts it."""
-        most = self._extras.prompt_logprobs
+        most = self._fields.prompt_logprobs
         if most is None:
             return {}
         return {"prompt_logprobs": [None, *(self._ranked(entry, most) for entry in delta.prompt_logprobs)]}
@@ -196,11 +189,11 @@ class CompletionShape(OpenAIShape):
         return {**self._chunk_choice(delta), **self._prompt_token_ids(delta.index), **scores}
 
     def _chunk_choice(self, delta: Delta) -> dict[str, Any]:
-        text, echoed = delta.text, bool(self._extras.echoes) and delta.index not in self._begun
+        text, echoed = delta.text, bool(self._echoes) and delta.index not in self._begun
         if echoed:
-            text = self._extras.echoes[self.choices[delta.index].prompt_index] + text
+            text = self._echoes[self.choices[delta.index].prompt_index] + text
         logprobs = None
-        if delta.logprobs or (echoed and self._extras.logprobs is not None):
+        if delta.logprobs or (echoed and self._logprobs_wanted is not None):
             logprobs = self._logprobs(delta, echoed)
         return {"index": delta.index, "text": text, "logprobs": logprobs, **self._end(delta)}
 
@@ -210,7 +203,7 @@ class CompletionShape(OpenAIShape):
     def _logprobs(self, delta: Delta, echoed: bool) -> dict[str, Any]:
         """Return the `logprobs` columns of an output. If `echoed` is true, the prompt's tokens come first."""
         choice = self.choices[delta.index]
-        text = self._extras.echoes[choice.prompt_index] if self._extras.echoes else ""
+        text = self._echoes[choice.prompt_index] if self._echoes else ""
         if not hasattr(self, "_offsets"):
             self._offsets = {}
         begins = self._offsets.setdefault(delta.index, _Offsets(len(text)))
@@ -219,7 +212,7 @@ class CompletionShape(OpenAIShape):
         if not echoed:
             return told
         ids = choice.request.prompt_token_ids
-        scores = self._named(replace(e, top=e.top[: self._extras.logprobs]) for e in delta.prompt_logprobs)
+        scores = self._named(replace(e, top=e.top[: self._logprobs_wanted]) for e in delta.prompt_logprobs)
         scores["text_offset"] = offsets(text, (self._token(token)[1] for token in ids))[1:]
         first = {"tokens": self._token(ids[0])[0], "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
         return {name: [first[name], *scores[name], *column] for name, column in told.items()}
@@ -248,14 +241,15 @@ class ChatShape(OpenAIShape):
     object_of_body = "chat.completion"
     object_of_chunk = "chat.completion.chunk"
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, call: GenerateCall) -> None:
+        super().__init__(call)
+        self._thought = call.shows_reasoning
         self._called: set[int] = set()  # indices of choices whose chunks so far hold a tool call
 
     def body(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         """Return the whole answer. The prompt's token ids are next to `choices`: all choices have the same prompt."""
         scores: dict[str, Any] = {}
-        if self._extras.prompt_logprobs is not None:
+        if self._fields.prompt_logprobs is not None:
             scores = self._prompt_logprobs(joined(0, [delta for delta in deltas if delta.index == 0]))
         return {**super().body(deltas), **self._prompt_token_ids(0), **scores}
 
@@ -276,9 +270,7 @@ class ChatShape(OpenAIShape):
     def _said(self, events: Sequence[Event]) -> dict[str, Any]:
         """Return the events as fields of a message: content, reasoning, tool_calls. Empty fields are left out."""
         said = "".join(event.text for event in events if isinstance(event, TextPiece))
-        thought = (
-            "".join(event.text for event in events if isinstance(event, ReasoningPiece)) if self._extras.thought else ""
-        )
+        thought = "".join(event.text for event in events if isinstance(event, ReasoningPiece)) if self._thought else ""
         fields: dict[str, Any] = {"content": said} if said else {}
         if thought:  # `reasoning_content`: SGLang and older vLLM; `reasoning`: newer vLLM
             fields |= {"reasoning_content": thought, "reasoning": thought}

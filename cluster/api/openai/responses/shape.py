@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from cluster.api.core.adapter import AnswerContext, CoreRequest
+from cluster.api.core.adapter import CoreRequest, GenerateCall
 from cluster.api.core.errors import ApiError
 from cluster.api.core.limits import RequestLimits
 from cluster.api.core.sequences import Delta, usage
@@ -35,12 +35,13 @@ class ResponseShape:
 
     alive = ALIVE
 
-    def __init__(self, asked: ResponseRequest, temperature: float, top_p: float, about: AnswerContext) -> None:
+    def __init__(self, asked: ResponseRequest, about: GenerateCall) -> None:
         self._about = about
-        self._repeated = repeated(asked) | {"temperature": temperature, "top_p": top_p}
+        chat = about.asked.fields
+        self._repeated = repeated(asked) | {"temperature": chat.temperature, "top_p": chat.top_p}
         self._names = asked.offered.names
         self._wants_logprobs = asked.wants_logprobs
-        self._sections = Sections(about.extras.thought)
+        self._sections = Sections(about.shows_reasoning)
         self._logprobs: dict[int, list[dict[str, Any]]] = {}
         self._waiting: list[dict[str, Any]] = []
         self._finish: FinishReason | None = None
@@ -253,13 +254,12 @@ def repeated(asked: ResponseRequest) -> dict[str, Any]:
     }
 
 
-def asked_response(service: Served, limits: RequestLimits, body: Mapping[str, Any]) -> CoreRequest:
+def read_response(service: Served, limits: RequestLimits, body: Mapping[str, Any]) -> CoreRequest:
     """Read a body of /v1/responses."""
     request, warnings = ResponseRequest.read(body)
     chat, origins = request.translated()
     with origins.named():
         chat.check(service.model, limits)
     chat = chat.filled(service.model.sampling)
-    shape = partial(ResponseShape, request, chat.temperature, chat.top_p)
     warnings += [*map(origins.reworded, left_out_warnings(chat.tools)), *request.said_beside()]
-    return CoreRequest(chat, warnings, "resp_", shape, origins)
+    return CoreRequest(chat, warnings, "resp_", partial(ResponseShape, request), origins)

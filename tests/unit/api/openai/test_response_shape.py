@@ -30,7 +30,7 @@ EVENTS: list[Event] = [
 
 def shape_of(**body: Any) -> ResponseShape:
     asked, _ = ResponseRequest.read({"input": "hi", **body})
-    return ResponseShape(asked, 0.5, 1.0, about("resp_1"))
+    return ResponseShape(asked, about("resp_1"))
 
 
 def sent(raw: bytes) -> list[tuple[str, dict[str, Any]]]:
