@@ -11,10 +11,9 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import Any, Self
 
-from cluster.api.core.adapter import Reader
+from cluster.api.core.adapter import GenerateCall, Reader
 from cluster.api.core.errors import ApiError
 from cluster.api.core.fields import WARNING_HEADER
-from cluster.api.http.calls import GenerateCall
 from cluster.api.openai.answers import read_chat, read_completion
 from cluster.chat.formats.choose import named
 from cluster.config import ConfigError

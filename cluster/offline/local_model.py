@@ -5,11 +5,11 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, Literal, TypeVar
 
-from cluster.api.core.adapter import CoreRequest
+from cluster.api.core.adapter import CoreRequest, GenerateCall
 from cluster.api.core.grammars import Grammars
 from cluster.api.core.limits import ModelInfo, RequestLimits
 from cluster.api.core.tokenizer import ChatTokenizer, Parsers
-from cluster.api.http.calls import GenerateCall, prepare
+from cluster.api.http.calls import prepare
 from cluster.arch.generation import sampling_defaults
 from cluster.engine.engine import Engine
 

@@ -8,8 +8,8 @@ from collections.abc import Generator, Mapping
 from contextlib import closing
 from typing import Any
 
+from cluster.api.core.adapter import GenerateCall
 from cluster.api.core.errors import ApiError
-from cluster.api.http.calls import GenerateCall
 from cluster.api.openai.answers import read_chat
 from cluster.config import ConfigError
 from cluster.engine.engine import Engine

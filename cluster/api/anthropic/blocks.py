@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, PlainValidator
 
 from cluster.api.core.dialogue import Dialogue
-from cluster.api.core.errors import ApiError, shown
+from cluster.api.core.errors import shown, wrong
 from cluster.api.core.fields import Strict, Text, read_at, text_of_parts
 from cluster.api.core.translated import not_taken, readable_json
 
@@ -180,7 +180,7 @@ def _message(value: Any, path: str) -> MessageContent:
         try:
             return MessageContent(message.role, text_of_parts(content, {"text": "text"}), ())
         except ValueError as error:
-            raise ApiError(f"{where}: {error}", param=where, code="invalid_type") from None
+            raise wrong(where, str(error), "invalid_type") from None
     blocks = [_block(one, message.role, f"{where}.{at}") for at, one in enumerate(content)]
     return MessageContent(message.role, "", blocks)
 

@@ -104,8 +104,7 @@ class CountRequest(TranslatedBody):
     messages: Annotated[list[MessageContent], PlainValidator(messages_of, json_schema_input_type=Messages)]
     system: System | None = None
     tools: Annotated[
-        list[CustomTool | LeftOutTool],
-        PlainValidator(_tools, json_schema_input_type=list[CustomTool | LeftOutTool]),
+        list[CustomTool | LeftOutTool], PlainValidator(_tools, json_schema_input_type=list[CustomTool | LeftOutTool])
     ] = Field(default_factory=list)
     tool_choice: Annotated[AnthropicToolChoice, AfterValidator(_named_where_needed)] | None = None
     thinking: ThinkingOption | None = None

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from cluster.api.core.conversation import ChatRequest
-from cluster.api.core.errors import ApiError, shown
+from cluster.api.core.errors import missing, shown, unsupported, wrong, wrong_type
 from cluster.api.core.generation import GenerationFields
 from cluster.api.core.tokenizer import ChatTokenizer
 from cluster.api.core.tools import ChatCustomTool, Function
@@ -65,8 +65,7 @@ def constraint_of(body: Mapping[str, Any]) -> OutputConstraint | None:
     ]
     if len(found) > 1:
         one, two = found[0].field, found[1].field
-        message = f"{two}: {one} asks for a form of the output too; send one of them"
-        raise ApiError(message, param=two, code="invalid_value")
+        raise wrong(two, f"{one} asks for a form of the output too; send one of them")
     return found[0] if found else None
 
 
@@ -75,20 +74,15 @@ def constraint_in(fields: GenerationFields) -> OutputConstraint | None:
     return constraint_of({name: getattr(fields, name) for name in (*NAMES, *FIELDS)})
 
 
-def refused(error: GrammarError, field: str) -> ApiError:
-    """Return the 400 for a grammar that is not supported. `field` is the field that requested the grammar."""
-    return ApiError(f"{field}: {error}", param=field, code="invalid_value")
-
-
 def _response_format(value: Any) -> list[OutputConstraint]:
     if value is None:
         return []
     name = "response_format"
     if not isinstance(value, dict):
-        raise _wrong_type(name, "an object", value)
+        raise wrong_type(name, "an object", value)
     kind = value.get("type")
     if kind not in TYPES:
-        raise _wrong(f"{name}.type", f"must be one of {', '.join(TYPES)}, got {shown(kind)}")
+        raise wrong(f"{name}.type", f"must be one of {', '.join(TYPES)}, got {shown(kind)}")
     if kind == "structural_tag":
         return [OutputConstraint(name, Grammar("structural_tag", json.dumps(value)))]
     beside = {"json_schema": ("json_schema",), "json_object": ("schema",)}.get(kind, ())
@@ -106,14 +100,14 @@ def _response_format(value: Any) -> list[OutputConstraint]:
 def _named_schema(name: str, value: Any) -> OutputConstraint:
     """Read OpenAI's named JSON schema. The schema is enforced even with `strict: false`."""
     if not isinstance(value, dict):
-        raise _wrong_type(name, "an object", value)
+        raise wrong_type(name, "an object", value)
     _only(name, value, ("name", "description", "schema", "strict"))
     for part, kind in (("name", str), ("description", str), ("strict", bool)):
         if not isinstance(value.get(part), kind | None):
-            raise _wrong_type(f"{name}.{part}", "a string" if kind is str else "true or false", value[part])
+            raise wrong_type(f"{name}.{part}", "a string" if kind is str else "true or false", value[part])
     grammar = _read(f"{name}.schema", "json_schema", value.get("schema"))
     if grammar is None:
-        raise ApiError(f"{name}.schema: required", param=f"{name}.schema", code="missing_required_parameter")
+        raise missing(f"{name}.schema")
     return OutputConstraint(f"{name}.schema", grammar)
 
 
@@ -122,14 +116,14 @@ def _structured(value: Any) -> list[OutputConstraint]:
         return []
     name = "structured_outputs"
     if not isinstance(value, dict):
-        raise _wrong_type(name, "an object", value)
+        raise wrong_type(name, "an object", value)
     _only(name, value, (*STRUCTURED, *OPTIONS, COMPACT))
     compact = value.get(COMPACT) or False
     if not isinstance(compact, bool):
-        raise _wrong_type(f"{name}.{COMPACT}", "true or false", compact)
+        raise wrong_type(f"{name}.{COMPACT}", "true or false", compact)
     for option in OPTIONS:
         if value.get(option) not in (None, False):
-            raise _wrong(f"{name}.{option}", f"{shown(value[option])} is not supported by this server; leave it out")
+            raise wrong(f"{name}.{option}", f"{shown(value[option])} is not supported by this server; leave it out")
     fields = ((f"{name}.{part}", _read(f"{name}.{part}", kind, value.get(part))) for part, kind in STRUCTURED.items())
     return [
         OutputConstraint(field, replace(grammar, compact=compact)) for field, grammar in fields if grammar is not None
@@ -142,11 +136,11 @@ def _read(name: str, kind: Kind, value: Any) -> Grammar | None:
         return None
     if kind == "json_object":
         if not isinstance(value, bool):
-            raise _wrong_type(name, "true or false", value)
+            raise wrong_type(name, "true or false", value)
         return Grammar(kind) if value else None
     if kind == "choice":
         if not isinstance(value, list) or not all(isinstance(choice, str) for choice in value):
-            raise _wrong_type(name, "a list of strings", value)
+            raise wrong_type(name, "a list of strings", value)
         return Grammar(kind, json.dumps(value)) if value else None
     if isinstance(value, str):
         return Grammar(kind, value)
@@ -154,21 +148,13 @@ def _read(name: str, kind: Kind, value: Any) -> Grammar | None:
         return Grammar(kind, json.dumps(value))
     if kind == "structural_tag" and isinstance(value, dict):
         return Grammar(kind, json.dumps(value))
-    raise _wrong_type(name, "a string" if kind in ("regex", "ebnf") else "an object, or its JSON as a string", value)
+    raise wrong_type(name, "a string" if kind in ("regex", "ebnf") else "an object, or its JSON as a string", value)
 
 
 def _only(name: str, value: Mapping[str, Any], known: tuple[str, ...]) -> None:
     for part in value:
         if part not in known:
-            raise _wrong(f"{name}.{part[:60]}", f"unknown field; known are {', '.join(known)}")
-
-
-def _wrong(name: str, message: str) -> ApiError:
-    return ApiError(f"{name}: {message}", param=name, code="invalid_value")
-
-
-def _wrong_type(name: str, expected: str, value: Any) -> ApiError:
-    return ApiError(f"{name}: must be {expected}, got {shown(value)}", param=name, code="invalid_type")
+            raise wrong(f"{name}.{part[:60]}", f"unknown field; known are {', '.join(known)}")
 
 
 ANY_ARGUMENTS: dict[str, Any] = {"type": "object", "additionalProperties": True}
@@ -211,11 +197,11 @@ def chat_of(tokenizer: ChatTokenizer, fields: ChatRequest, prompt: str) -> ChatO
     callable_tools = fields.callable_tools
     format = tokenizer.chosen.format
     if callable_tools and tokenizer.chosen.calls == "none":
-        message = (
-            "tools: it is not known how this model writes calls; leave them out, send tool_choice: none, or start the "
-            "server with a tool_call_parser"
+        raise unsupported(
+            "tools",
+            "it is not known how this model writes calls; leave them out, send tool_choice: none, or start the server "
+            "with a tool_call_parser",
         )
-        raise ApiError(message, param="tools", code="unsupported_parameter")
     asked = constraint_in(fields)
     prompted = Prompted(prompt, fields.messages[-1].content if fields.continue_final_message else None)
     if format is None or not format.reads(bool(callable_tools), prompted):
@@ -225,7 +211,7 @@ def chat_of(tokenizer: ChatTokenizer, fields: ChatRequest, prompt: str) -> ChatO
     try:
         held = _held(format, fields, functions, asked, prompted)
     except GrammarError as error:
-        raise refused(error, "tools" if fields.callable_tools or asked is None else asked.field) from None
+        raise wrong("tools" if fields.callable_tools or asked is None else asked.field, str(error)) from None
     if held is not None:
         form = with_tokens(held.form, {name: token for token, name in special.items()})
         text = json.dumps({"type": "structural_tag", "format": form})

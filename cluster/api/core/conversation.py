@@ -4,15 +4,9 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    BeforeValidator,
-    ConfigDict,
-    FailFast,
-    Field,
-    PlainValidator,
-)
+from pydantic import BeforeValidator, ConfigDict, FailFast, Field, PlainValidator
 
-from cluster.api.core.errors import ApiError, path_of, shown
+from cluster.api.core.errors import missing, path_of, shown, unsupported, wrong
 from cluster.api.core.fields import MAX_WARNINGS, Strict, Text, text_of_parts
 from cluster.api.core.generation import GenerationFields, check_model
 from cluster.api.core.limits import ModelInfo, RequestLimits
@@ -126,29 +120,25 @@ def check_messages(messages: Sequence[ChatMessage], most: int) -> None:
         ApiError: 400 that names the message and the field.
     """
     if len(messages) > most:
-        raise ApiError(f"messages: at most {most}, got {len(messages)}", param="messages", code="invalid_value")
+        raise wrong("messages", f"at most {most}, got {len(messages)}")
     for at, message in enumerate(messages):
         path = f"messages.{at}"
         if message.role not in ROLES:
             remedy = "; answer a call as role tool" if message.role == "function" else ""
-            raise _wrong(f"{path}.role", f"must be one of {ROLES_SHOWN}, got {shown(message.role)}{remedy}")
+            raise wrong(f"{path}.role", f"must be one of {ROLES_SHOWN}, got {shown(message.role)}{remedy}")
         for name, role in OF_ROLE.items():
             if getattr(message, name) and message.role != role:
-                raise _wrong(f"{path}.{name}", f"only a message of role {role} has it, not {message.role}")
+                raise wrong(f"{path}.{name}", f"only a message of role {role} has it, not {message.role}")
         if message.content is None and message.role != "assistant":
-            raise _missing(f"{path}.content")
+            raise missing(f"{path}.content")
         if message.role == "tool" and not message.tool_call_id:
-            raise _missing(f"{path}.tool_call_id")
+            raise missing(f"{path}.tool_call_id")
         for call_at, call in enumerate(message.tool_calls):
             _check_arguments(call, f"{path}.tool_calls.{call_at}.function.arguments")
         for name, value in (message.model_extra or {}).items():
             if value and name in WITH_MEANING:
                 extra = path_of(path, name)
-                raise ApiError(
-                    f"{extra}: {shown(value)} is not supported by this server; leave it out",
-                    param=extra,
-                    code="unsupported_parameter",
-                )
+                raise unsupported(extra, f"{shown(value)} is not supported by this server; leave it out")
 
 
 def _check_arguments(call: ToolCall, path: str) -> None:
@@ -157,15 +147,7 @@ def _check_arguments(call: ToolCall, path: str) -> None:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise _wrong(path, f"must be a JSON object as text, got {shown(call.function.arguments)}")
-
-
-def _wrong(path: str, message: str) -> ApiError:
-    return ApiError(f"{path}: {message}", param=path, code="invalid_value")
-
-
-def _missing(path: str) -> ApiError:
-    return ApiError(f"{path}: required", param=path, code="missing_required_parameter")
+        raise wrong(path, f"must be a JSON object as text, got {shown(call.function.arguments)}")
 
 
 Messages = Annotated[list[ChatMessage], FailFast()]
@@ -217,16 +199,16 @@ class ConversationFields(Strict):
         """
         check_messages(messages, most_messages)
         if len(self.tools) > most_tools:
-            raise _wrong("tools", f"at most {most_tools}, got {len(self.tools)}")
+            raise wrong("tools", f"at most {most_tools}, got {len(self.tools)}")
         names: set[str] = set()
         for at, tool in enumerate(self.tools):
             if isinstance(tool, LeftOutTool):
                 continue
             function, path = tool.function, f"tools.{at}.{tool.type}"
             if function.name in names:
-                raise _wrong(f"{path}.name", f"{shown(function.name)} is the name of another tool")
+                raise wrong(f"{path}.name", f"{shown(function.name)} is the name of another tool")
             if function.schema_of_arguments["type"] != "object":
-                raise _wrong(f"{path}.parameters", "must be the schema of an object")
+                raise wrong(f"{path}.parameters", "must be the schema of an object")
             names.add(function.name)
         if self.tool_choice is not None:
             self._check_choice(self.tool_choice, names)
@@ -239,23 +221,23 @@ class ConversationFields(Strict):
         if wanted.mode == "required" and not names:
             kinds = ", ".join(dict.fromkeys(shown(tool.type) for tool in left_out[:MAX_WARNINGS]))
             why = f" that this server runs: it does not run {kinds}" if kinds else ""
-            raise _wrong("tool_choice", f"needs tools, and there are none{why}")
+            raise wrong("tool_choice", f"needs tools, and there are none{why}")
         for name in wanted.names or ():
             if name in names:
                 continue
             kind = next((tool.type for tool in left_out if name in (tool.name, tool.type)), None)
             if kind is not None:
                 why = f"{shown(name)} is a tool of type {shown(kind)}, which this server does not run; choose another"
-                raise _wrong("tool_choice", why)
-            raise _wrong("tool_choice", f"{shown(name)} is none of the tools")
+                raise wrong("tool_choice", why)
+            raise wrong("tool_choice", f"{shown(name)} is none of the tools")
 
     def _check_continued(self, messages: Sequence[ChatMessage]) -> None:
         if "add_generation_prompt" in self.model_fields_set and self.add_generation_prompt:
-            raise _wrong(
+            raise wrong(
                 "continue_final_message", "contradicts add_generation_prompt: true; send false, or leave it out"
             )
         if messages[-1].role != "assistant" or not messages[-1].content or messages[-1].tool_calls:
-            raise _wrong("continue_final_message", "the last message must be an assistant's, with text and no calls")
+            raise wrong("continue_final_message", "the last message must be an assistant's, with text and no calls")
 
 
 class ChatRequest(ConversationFields, GenerationFields):
@@ -279,7 +261,7 @@ class ChatRequest(ConversationFields, GenerationFields):
         """Check the shared fields, the messages and the tools."""
         super().check(model, limits)
         if self.top_logprobs and not self.logprobs:
-            raise ApiError("top_logprobs: needs logprobs: true", param="top_logprobs", code="invalid_value")
+            raise wrong("top_logprobs", "needs logprobs: true")
         self.check_conversation(self.messages, limits.messages, limits.tools)
 
 
@@ -301,7 +283,7 @@ class TokenizeRequest(ConversationFields):
         """Return the request and warnings. Exactly one of `prompt` and `messages` must be sent."""
         fields, warnings = super().read(body)
         if (fields.prompt is None) == (not fields.messages):
-            raise ApiError("prompt: send either prompt or messages", param="prompt", code="invalid_value")
+            raise wrong("prompt", "send either prompt or messages")
         return fields, warnings
 
     def check(self, model: ModelInfo, limits: RequestLimits) -> None:

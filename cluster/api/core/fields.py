@@ -7,14 +7,9 @@ import difflib
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    ValidationError,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
-from cluster.api.core.errors import ApiError, invalid, shown
+from cluster.api.core.errors import ApiError, invalid, shown, unsupported, wrong, wrong_type
 
 WARNING_HEADER = "x-aerie-warning"
 MAX_WARNINGS = 8  # unknown fields that are named, with a suggestion; further ones are only counted
@@ -29,143 +24,68 @@ SPELLINGS: dict[str, str] = {
 
 # Harmless: these label, meter or route a call, or tune a feature that only a refused field can switch on.
 HARMLESS = frozenset(
-    {
-        "user",
-        "metadata",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "session_id",
-        "conversation_id",
-        "parallel_tool_calls",
-        "separate_reasoning",
-        "stream_reasoning",
-        "include_reasoning",
-        "spaces_between_special_tokens",
-        "return_cached_tokens_details",
-        "guided_decoding_backend",
-    }
+    (
+        *("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "session_id"),
+        *("conversation_id", "parallel_tool_calls", "separate_reasoning", "stream_reasoning", "include_reasoning"),
+        *("spaces_between_special_tokens", "return_cached_tokens_details", "guided_decoding_backend"),
+    )
 )
 
-_EMPTY: tuple[Any, ...] = ("", [], {})
-# Refused fields, each with its neutral values, which mean "off" and are accepted. null is accepted for every field.
+# Refused fields, with the neutral values that mean "off" and are accepted. null is accepted for every field.
 REFUSED: dict[str, tuple[Any, ...]] = {
-    # Penalties and other changes to the distribution.
-    "repeat_penalty": (1,),
-    "length_penalty": (1,),
-    "no_repeat_ngram_size": (0,),
-    "bad_words_token_ids": ([],),
-    "logits_processors": ([],),
-    "custom_logit_processor": (),
-    "custom_params": ({},),
-    "typical_p": (1,),
-    "top_a": (0,),
-    "tfs": (1,),
-    "epsilon_cutoff": (0,),
-    "eta_cutoff": (0,),
-    "dry_multiplier": (0,),
-    "xtc_probability": (0,),
-    "mirostat": (0,),
-    "mirostat_mode": (0,),
-    "dynatemp_range": (0,),
-    # Other ways to search or to stop.
-    "best_of": (1,),
-    "use_beam_search": (False,),
-    "num_beams": (1,),
-    "early_stopping": (False,),
-    "max_new_tokens": (),
-    "stop_regex": _EMPTY,
-    "stop_token": (),
-    "max_time": (),
-    "thinking_token_budget": (),
-    "repetition_detection": (),
-    "thinking": ({},),
-    # Structure and tools.
-    "grammar": _EMPTY,
-    "guided_whitespace_pattern": (),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
+    **dict.fromkeys(
+        (
+            *("custom_logit_processor", "max_new_tokens", "stop_token", "max_time", "thinking_token_budget"),
+            *("repetition_detection", "guided_whitespace_pattern", "web_search_options", "prediction", "moderation"),
+            *("audio", "prompt_embeds", "input_ids", "input_embeds", "image_data", "video_data", "audio_data"),
+            *("mm_payload", "min_dynamic_patch", "max_dynamic_patch", "task", "chat_template", "token_ids_logprob"),
+            *("logprob_token_ids", "sampling_logprobs_mode", "lora_path", "lora_request", "adapter_id"),
+            *("bootstrap_host", "bootstrap_port", "bootstrap_room", "disagg_prefill_dp_rank", "extra_key"),
+        ),
+        (),
+    ),
+    **dict.fromkeys(
+        (
+            *("use_beam_search", "early_stopping", "echo", "return_mm_kwargs", "use_audio_in_video"),
+            *("continue_final_message", "return_logprob", "return_text_in_logprobs", "return_hidden_states"),
+            *("return_routed_experts", "return_prompt_text", "return_token_offsets", "return_sampling_mask"),
+            *("return_input_ids_in_sglext", "return_output_ids_in_sglext", "return_flat_raw_output_top_logprobs"),
+            *("return_flat_raw_top_logprobs_b64", "return_meta_info", "return_spec_tokens_details"),
+            *("return_prompt_token_ids", "return_bytes", "store", "background", "watermark", "watermarking"),
+        ),
+        (False,),
+    ),
+    **dict.fromkeys(
+        (
+            *("custom_params", "thinking", "reasoning", "mm_processor_kwargs", "media_io_kwargs", "images_config"),
+            *("video_config", "kv_transfer_params", "ec_transfer_params", "custom_labels", "session_params"),
+            *("sampling_params", "vllm_xargs", "extra_body", "nvext"),
+        ),
+        ({},),
+    ),
+    **dict.fromkeys(
+        (
+            *("no_repeat_ngram_size", "top_a", "epsilon_cutoff", "eta_cutoff", "dry_multiplier", "xtc_probability"),
+            *("mirostat", "mirostat_mode", "dynatemp_range", "top_logprobs_num", "routed_experts_prompt_start"),
+            *("routed_experts_start_len", "priority"),
+        ),
+        (0,),
+    ),
+    **dict.fromkeys(
+        (*("repeat_penalty", "length_penalty", "typical_p", "tfs", "best_of", "num_beams", "stream_interval"),), (1,)
+    ),
+    **dict.fromkeys(("bad_words_token_ids", "logits_processors", "tools", "functions", "documents"), ([],)),
+    **dict.fromkeys(("stop_regex", "grammar"), ("", [], {})),
+    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
     "reasoning_effort": ("none",),
-    "reasoning": ({},),
     "verbosity": ("medium",),
-    "web_search_options": (),
-    "prediction": (),
-    "moderation": (),
-    # Inputs and outputs of other kinds.
-    "echo": (False,),
     "suffix": ("",),
     "modalities": (["text"],),
-    "audio": (),
-    "prompt_embeds": (),
-    "input_ids": (),
-    "input_embeds": (),
-    "image_data": (),
-    "video_data": (),
-    "audio_data": (),
-    "mm_processor_kwargs": ({},),
-    "media_io_kwargs": ({},),
-    "mm_payload": (),
-    "return_mm_kwargs": (False,),
-    "images_config": ({},),
-    "video_config": ({},),
-    "min_dynamic_patch": (),
-    "max_dynamic_patch": (),
-    "use_audio_in_video": (False,),
-    "task": (),
-    "documents": ([],),
-    "chat_template": (),
-    "continue_final_message": (False,),
     "skip_special_tokens": (True,),
     "logprob_start_len": (-1,),
-    "top_logprobs_num": (0,),
-    "return_logprob": (False,),
-    "token_ids_logprob": (),
-    "logprob_token_ids": (),
-    "return_text_in_logprobs": (False,),
-    "return_hidden_states": (False,),
-    "return_routed_experts": (False,),
-    "routed_experts_prompt_start": (0,),
-    "routed_experts_start_len": (0,),
-    "return_prompt_text": (False,),
-    "return_token_offsets": (False,),
-    "return_sampling_mask": (False,),
-    "return_input_ids_in_sglext": (False,),
-    "return_output_ids_in_sglext": (False,),
-    "return_flat_raw_output_top_logprobs": (False,),
-    "return_flat_raw_top_logprobs_b64": (False,),
-    "sampling_logprobs_mode": (),
     "truncation_side": ("left",),
-    "return_meta_info": (False,),
-    "return_spec_tokens_details": (False,),
-    "return_prompt_token_ids": (False,),
-    "return_bytes": (False,),
-    "stream_interval": (1,),
-    # Serving.
-    "store": (False,),
-    "background": (False,),
     "service_tier": ("auto", "default"),
-    "priority": (0,),
-    "lora_path": (),
-    "lora_request": (),
-    "adapter_id": (),
-    "bootstrap_host": (),
-    "bootstrap_port": (),
-    "bootstrap_room": (),
-    "kv_transfer_params": ({},),
-    "ec_transfer_params": ({},),
-    "disagg_prefill_dp_rank": (),
-    "watermark": (False,),
-    "watermarking": (False,),
-    "custom_labels": ({},),
     "prompt_cache_options": ({}, {"mode": "implicit"}),
-    "extra_key": (),
-    "session_params": ({},),
-    "sampling_params": ({},),
-    "vllm_xargs": ({},),
-    "extra_body": ({},),
-    "nvext": ({},),
 }
 
 REMEDIES: dict[str, str] = {
@@ -224,7 +144,7 @@ def sort_fields(
         ours = SPELLINGS.get(name, name)
         if ours in honoured:
             if ours in kept and kept[ours] != value:
-                raise ApiError(f"{name}: given twice, as {ours} too; send one", param=name, code="invalid_value")
+                raise wrong(name, f"given twice, as {ours} too; send one")
             kept[ours] = value
         elif name in table.refused or name in table.remedies:
             if not any(_same(value, neutral) for neutral in table.refused.get(name, ())):
@@ -253,9 +173,7 @@ def warning_headers(warnings: list[str]) -> dict[str, str]:
 def _refusal(name: str, value: Any, table: FieldTable) -> ApiError:
     neutral = table.refused.get(name, ())
     remedy = table.remedies.get(name) or (f"leave it out or send {shown(neutral[0])}" if neutral else "leave it out")
-    return ApiError(
-        f"{name}: {shown(value)} is not supported by this server; {remedy}", param=name, code="unsupported_parameter"
-    )
+    return unsupported(name, f"{shown(value)} is not supported by this server; {remedy}")
 
 
 def _same(value: Any, neutral: Any) -> bool:
@@ -298,7 +216,7 @@ def read_at(kind: type[Part], value: Any, path: str) -> Part:
         ApiError: 400 that names the wrong field, with `path` before it.
     """
     if not isinstance(value, dict):
-        raise ApiError(f"{path}: must be an object, got {shown(value)}", param=path, code="invalid_type")
+        raise wrong_type(path, "an object", value)
     try:
         return kind.model_validate(value)
     except ValidationError as error:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field, PlainValidator
 
-from cluster.api.core.errors import ApiError, shown
+from cluster.api.core.errors import ApiError, shown, wrong
 from cluster.api.core.fields import Strict, Text, list_of_prompts, list_of_stops
 from cluster.api.core.limits import ModelInfo, RequestLimits
 from cluster.request import GREEDY_BELOW, MOST, LogitAdjustments, RequestParams, signed_seed
@@ -64,7 +64,7 @@ class PenaltyFields(Strict):
         )
         for ok, name, message in checks:
             if not ok:
-                raise ApiError(f"{name}: {message}", param=name, code="invalid_value")
+                raise wrong(name, message)
 
     def adjustments(self, tokenizer: TextTokenizer | None, vocab_size: int) -> LogitAdjustments | None:
         """Return the requested adjustments, or None if there are none. A bad word is banned in two tokenizations: at
@@ -263,7 +263,7 @@ class GenerationFields(PenaltyFields):
         )
         for ok, name, message in checks:
             if not ok:
-                raise ApiError(f"{name}: {message}", param=name, code="invalid_value")
+                raise wrong(name, message)
 
     def sampling(self, model: ModelInfo, prompt_tokens: int, default_tokens: int, prompt: str) -> RequestParams:
         """Return the sampling parameters for one prompt; the caller adds seed, logit adjustments and grammar.
@@ -280,15 +280,10 @@ class GenerationFields(PenaltyFields):
         wanted = min(default_tokens, max(room, 1)) if asked is None else asked
         if wanted > room:
             param = prompt if room < 1 else ("max_completion_tokens" if self.max_tokens is None else "max_tokens")
-            raise ApiError(
-                f"{param}: {too_long(model, prompt_tokens, wanted)}; "
-                + ("shorten the prompt" if room < 1 else f"ask for at most {room}"),
-                param=param,
-                code="context_length_exceeded",
-            )
+            remedy = "shorten the prompt" if room < 1 else f"ask for at most {room}"
+            raise wrong(param, f"{too_long(model, prompt_tokens, wanted)}; {remedy}", "context_length_exceeded")
         if self.min_tokens > wanted:
-            message = f"min_tokens: must be at most max_tokens ({wanted}), got {self.min_tokens}"
-            raise ApiError(message, param="min_tokens", code="invalid_value")
+            raise wrong("min_tokens", f"must be at most max_tokens ({wanted}), got {self.min_tokens}")
         return RequestParams(
             temperature=0.0 if self.temperature < GREEDY_BELOW or self.top_p == 0 else self.temperature,
             top_k=0 if self.top_k < 0 or self.top_k >= model.vocab_size else self.top_k,
@@ -360,7 +355,7 @@ class CompletionRequest(GenerationFields):
         )
         for ok, message in checks:
             if not ok:
-                raise ApiError(f"best_of: {message}", param="best_of", code="invalid_value")
+                raise wrong("best_of", message)
 
     def sampling(self, model: ModelInfo, prompt_tokens: int, default_tokens: int, prompt: str) -> RequestParams:
         """Return the parameters of `GenerationFields.sampling`. `best_of` turns log-probabilities on: they rank the

@@ -13,15 +13,7 @@ from cluster.api.core.errors import ApiError, internal, overloaded, unavailable
 from cluster.chat.events import Event, TextPiece
 from cluster.chat.reading import AnswerReader
 from cluster.observability.metrics import Outcome, RequestTimer
-from cluster.request import (
-    ErrorCode,
-    FinishReason,
-    Request,
-    SequenceOutput,
-    SpeculationCounts,
-    StepTree,
-    TokenLogprob,
-)
+from cluster.request import ErrorCode, FinishReason, Request, SequenceOutput, SpeculationCounts, StepTree, TokenLogprob
 from cluster.tokenizer.stop_strings import StoppedText
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from cluster.api.core.conversation import ChatMessage, ConversationFields
-from cluster.api.core.errors import ApiError
+from cluster.api.core.errors import ApiError, unsupported, wrong
 from cluster.api.core.limits import off_loop
 from cluster.chat.formats.choose import ChosenFormat, choose
 from cluster.config import ConfigError
@@ -56,10 +56,10 @@ class ChatTemplate:
         extra = dict(fields.chat_template_kwargs)
         if taken := sorted(TAKEN & set(extra)):
             path = f"chat_template_kwargs.{taken[0]}"
-            raise ApiError(f"{path}: not allowed; leave it out", param=path, code="invalid_value")
+            raise wrong(path, "not allowed; leave it out")
         if fields.shown_tools:
             if "tools" not in self.words:
-                raise _not_read("tools", "does not know tools", "leave them out, or send tool_choice: none")
+                raise _not_read("tools", "does not know tools; leave them out, or send tool_choice: none")
             extra["tools"] = fields.shown_tools
         if fields.reasoning_effort is not None:
             extra = {**self._effort(fields.reasoning_effort), **extra}
@@ -83,7 +83,7 @@ class ChatTemplate:
             return {}  # `unread` gives a warning
         if "<think>" not in self.text:
             return {}
-        raise _not_read("reasoning_effort", "cannot do without thinking", "leave it out")
+        raise _not_read("reasoning_effort", "cannot do without thinking; leave it out")
 
     def roles(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the messages. The role developer becomes system if the template does not know developer."""
@@ -114,9 +114,8 @@ def messages_for(messages: Sequence[ChatMessage], thought_field: str | None) -> 
     return made
 
 
-def _not_read(field: str, why: str, remedy: str) -> ApiError:
-    message = f"{field}: this model's chat template {why}; {remedy}"
-    return ApiError(message, param=field, code="unsupported_parameter")
+def _not_read(field: str, why: str) -> ApiError:
+    return unsupported(field, f"this model's chat template {why}")
 
 
 def has_template(folder: Path) -> bool:
@@ -174,10 +173,7 @@ def _for_template(message: ChatMessage) -> dict[str, Any]:
             {
                 **({} if call.id is None else {"id": call.id}),
                 "type": "function",
-                "function": {
-                    "name": call.function.name,
-                    "arguments": json.loads(call.function.arguments or "{}"),
-                },
+                "function": {"name": call.function.name, "arguments": json.loads(call.function.arguments or "{}")},
             }
             for call in message.tool_calls
         ]
@@ -343,11 +339,11 @@ class ChatTokenizer:
 
     def _check_length(self, text: str, context_length: int | None, param: str) -> None:
         if context_length is not None and (fewest := self._floor.fewest(text)) >= context_length:
-            raise ApiError(
-                f"{param}: prompt is too long: {fewest} tokens > {context_length - 1} maximum (at least so many), as "
+            raise wrong(
+                param,
+                f"prompt is too long: {fewest} tokens > {context_length - 1} maximum (at least so many), as "
                 f"this model's maximum context length is {context_length} tokens here; shorten the prompt",
-                param=param,
-                code="context_length_exceeded",
+                "context_length_exceeded",
             )
 
     async def encode_chat(
@@ -367,11 +363,7 @@ class ChatTokenizer:
         """
         template = self._template
         if template is None:
-            raise ApiError(
-                "messages: this model has no chat template; use /v1/completions with a prompt",
-                param="messages",
-                code="unsupported_parameter",
-            )
+            raise unsupported("messages", "this model has no chat template; use /v1/completions with a prompt")
         thought_field = None if self.chosen.format is None else self.chosen.format.thought_field
 
         def work() -> Encoded:
@@ -384,11 +376,7 @@ class ChatTokenizer:
                 text.encode()  # raises if a template argument holds half of a surrogate pair
             except Exception as error:  # a template may raise any error on a client's arguments
                 reason = str(error) if isinstance(error, TemplateError) else type(error).__name__
-                raise ApiError(
-                    f"messages: the model's chat template refuses this conversation: {reason}",
-                    param="messages",
-                    code="invalid_value",
-                ) from None
+                raise wrong("messages", f"the model's chat template refuses this conversation: {reason}") from None
             self._check_length(text, context_length, "messages")
             return Encoded(self.text.encode(text, add_special_tokens), text, [*self._reads.unread(fields), *warnings])
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator
 
-from cluster.api.core.errors import ApiError, shown
+from cluster.api.core.errors import missing, shown
 from cluster.api.core.fields import MAX_WARNINGS, Strict, Text, read_at
 from cluster.chat import custom
 
@@ -145,7 +145,7 @@ def _read(value: Any, path: str) -> AnyTool:
 def _checked(tool: ChatCustomTool, path: str) -> ChatCustomTool:
     asked = tool.custom.format
     if asked is not None and asked.type == "grammar" and asked.grammar is None:
-        raise ApiError(f"{path}.grammar: required", param=f"{path}.grammar", code="missing_required_parameter")
+        raise missing(f"{path}.grammar")
     return tool
 
 

@@ -9,7 +9,7 @@ from pydantic import ConfigDict
 from cluster.api.core import constraints, fields
 from cluster.api.core.adapter import Origins
 from cluster.api.core.conversation import ChatRequest
-from cluster.api.core.errors import ApiError, shown
+from cluster.api.core.errors import ApiError, shown, unsupported
 from cluster.api.core.fields import FieldTable, Strict
 from cluster.api.core.generation import PenaltyFields
 
@@ -91,5 +91,4 @@ def readable_json(value: Any) -> Any:
 
 def not_taken(path: str, value: Any, remedy: str) -> ApiError:
     """Return a 400 for a part of a body that this server knows and does not honour."""
-    message = f"{path}: {shown(value)} is not supported by this server; {remedy}"
-    return ApiError(message, param=path, code="unsupported_parameter")
+    return unsupported(path, f"{shown(value)} is not supported by this server; {remedy}")

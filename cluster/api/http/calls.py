@@ -14,7 +14,7 @@ from cluster.api.core.adapter import CoreRequest, GenerateCall, Reader
 from cluster.api.core.constraints import ChatOutput, chat_of, constraint_in
 from cluster.api.core.conversation import ChatRequest, TokenizeRequest
 from cluster.api.core.echo import text_of as text_of_prompt
-from cluster.api.core.errors import ApiError, overloaded, shown
+from cluster.api.core.errors import ApiError, overloaded, shown, unsupported, wrong
 from cluster.api.core.fields import warning_headers
 from cluster.api.core.generation import CompletionRequest, DetokenizeRequest, check_model
 from cluster.api.core.limits import RequestLimits, off_loop
@@ -137,7 +137,7 @@ async def prepare(
         adjustments = fields.adjustments(words, model.vocab_size)
         for at, ids in enumerate(prompts):
             if not ids:
-                raise ApiError(f"{blamed[at]}: must not be empty", param=blamed[at], code="invalid_value")
+                raise wrong(blamed[at], "must not be empty")
             params = fields.sampling(model, len(ids), default_tokens, blamed[at])
             for i in range(fields.samples):
                 text = None
@@ -198,11 +198,10 @@ def _scores(fields: CompletionRequest | ChatRequest, prompts: list[tuple[int, ..
     scores = sum(map(len, prompts)) * fields.samples * (wanted + 1)  # + 1: the prompt token itself
     if scores > limits.prompt_logprobs:
         param = "echo" if fields.prompt_logprobs is None else "prompt_logprobs"
-        raise ApiError(
-            f"{param}: the answer would hold {scores} log-probabilities of prompts, more than the "
+        raise wrong(
+            param,
+            f"the answer would hold {scores} log-probabilities of prompts, more than the "
             f"{limits.prompt_logprobs} of one call; ask for fewer alternatives, or send several requests",
-            param=param,
-            code="invalid_value",
         )
     return scores
 
@@ -260,9 +259,8 @@ async def text_of(service: Service, fields: DetokenizeRequest, length: int) -> s
 
 def _check_ids(ids: Sequence[int], vocab: int, param: str) -> None:
     if ids and not (min(ids) >= 0 and max(ids) < vocab):
-        wrong = shown(next(token for token in ids if not 0 <= token < vocab))
-        message = f"{param}: token id {wrong} lies outside the vocabulary [0, {vocab})"
-        raise ApiError(message, param=param, code="invalid_value")
+        outside = shown(next(token for token in ids if not 0 <= token < vocab))
+        raise wrong(param, f"token id {outside} lies outside the vocabulary [0, {vocab})")
 
 
 async def _prompt_ids(
@@ -271,11 +269,10 @@ async def _prompt_ids(
     prompts = fields.prompt
     if len(prompts) * fields.samples > limits.sequences:
         many = "n" if fields.samples == fields.n else "best_of"
-        raise ApiError(
-            f"prompt: {len(prompts)} prompts with {many} = {fields.samples} make {len(prompts) * fields.samples} "
+        raise wrong(
+            "prompt",
+            f"{len(prompts)} prompts with {many} = {fields.samples} make {len(prompts) * fields.samples} "
             f"sequences, more than the {limits.sequences} of one request; send several requests",
-            param="prompt",
-            code="invalid_value",
         )
     vocab, special, found = service.model.vocab_size, fields.add_special_tokens, []
     context = None if fields.truncate_prompt_tokens else service.model.context_length
@@ -292,8 +289,4 @@ async def _prompt_ids(
 
 
 def _needs_tokenizer(field: str) -> ApiError:
-    return ApiError(
-        f"{field}: this model is served without a tokenizer; send token ids as prompt to /v1/completions",
-        param=field,
-        code="unsupported_parameter",
-    )
+    return unsupported(field, "this model is served without a tokenizer; send token ids as prompt to /v1/completions")

@@ -145,8 +145,7 @@ class HarmonyFormat:
 
 
 WRITTEN = CallSyntax(
-    before=lambda name: f"{CHANNEL}commentary to=functions.{name} {CONSTRAIN}json{MESSAGE}",
-    several=False,
+    before=lambda name: f"{CHANNEL}commentary to=functions.{name} {CONSTRAIN}json{MESSAGE}", several=False
 )
 
 

@@ -27,10 +27,6 @@ LLAMA3 = MarkedFormat(
     "llama3_json",
     None,
     CallingMarks((TAG, "{"), _block, first=True, skipped=" \t\r\n;"),
-    CallSyntax(
-        before=lambda name: f'{{"name": {json.dumps(name)}, "parameters": ',
-        after="}",
-        between="; ",
-    ),
+    CallSyntax(before=lambda name: f'{{"name": {json.dumps(name)}, "parameters": ', after="}", between="; "),
     special=(TAG,),
 )
