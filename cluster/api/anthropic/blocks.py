@@ -7,10 +7,9 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, PlainValidator
 
-from cluster.api.core.dialogue import Dialogue
 from cluster.api.core.errors import shown, wrong
 from cluster.api.core.fields import Strict, Text, read_at, text_of_parts
-from cluster.api.core.translated import not_taken, readable_json
+from cluster.api.core.translated import Dialogue, not_taken, readable_json
 
 Role = Literal["user", "assistant", "system"]
 ServerResult = Literal[

@@ -5,7 +5,6 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from cluster.api.anthropic.errors import anthropic_envelope
 from cluster.api.anthropic.request import CountRequest, MessagesRequest
 from cluster.api.core.adapter import CoreRequest, GenerateCall
 from cluster.api.core.errors import ApiError
@@ -14,8 +13,42 @@ from cluster.api.core.sequences import Delta, usage
 from cluster.api.core.service import Served
 from cluster.api.core.tools import left_out_warnings
 from cluster.api.core.wire import event
+from cluster.chat.events import Change, Grown, Opened, Section, Sections
 from cluster.chat.formats.choose import NONE
-from cluster.chat.sections import Change, Grown, Opened, Section, Sections
+
+TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    504: "timeout_error",
+}
+
+_KINDS = sorted({*TYPES.values(), "invalid_request_error", "overloaded_error"})
+ENVELOPE: Mapping[str, Any] = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"enum": _KINDS}, "message": {"type": "string"}},
+        },
+    },
+}
+"""The JSON schema of the envelope."""
+
+
+def anthropic_envelope(error: ApiError) -> dict[str, Any]:
+    """Return the body of an error answer, or the data of the event `error`. The message names the wrong field."""
+    kind = TYPES.get(error.status, "api_error" if error.status > 500 else "invalid_request_error")
+    if error.code == "overloaded":
+        kind = "overloaded_error"
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
 
 Sent = tuple[str, dict[str, Any]]
 SIGNATURE = "unsigned"

@@ -13,7 +13,6 @@ from fastapi.responses import Response
 from cluster.api.core.adapter import CoreRequest, GenerateCall, Reader
 from cluster.api.core.constraints import ChatOutput, chat_of, constraint_in
 from cluster.api.core.conversation import ChatRequest, TokenizeRequest
-from cluster.api.core.echo import text_of as text_of_prompt
 from cluster.api.core.errors import ApiError, overloaded, shown, unsupported, wrong
 from cluster.api.core.fields import warning_headers
 from cluster.api.core.generation import CompletionRequest, DetokenizeRequest, check_model
@@ -25,6 +24,7 @@ from cluster.api.core.wire import BodyReader, EventStream, json_bytes, until_cli
 from cluster.api.http.middleware import cache_salt, key_of, note
 from cluster.request import Request
 from cluster.tokenizer.stop_strings import StoppedText
+from cluster.tokenizer.tokenizer import TextTokenizer
 
 
 async def answer(
@@ -129,7 +129,7 @@ async def prepare(
     # From here on `prompts` holds the kept tokens; `whole` holds the prompts before truncation.
     whole, prompts = prompts, [fields.kept(ids, model.room, default_tokens) for ids in prompts]
     scores = _scores(fields, prompts, limits)
-    echoes = await off_loop(length, lambda: _echoes(service, fields, whole, prompts))
+    echoes = await off_loop(length, lambda: _echoes(words, fields, whole, prompts))
     call_id, sequence_id = _ids(asked.prefix, fields.request_id)
 
     def make_choices() -> list[OutputSequence]:
@@ -170,7 +170,10 @@ def _ids(prefix: str, request_id: str | None) -> tuple[str, str]:
 
 
 def _echoes(
-    service: Served, fields: CompletionRequest | ChatRequest, whole: list[tuple[int, ...]], kept: list[tuple[int, ...]]
+    words: TextTokenizer | None,
+    fields: CompletionRequest | ChatRequest,
+    whole: list[tuple[int, ...]],
+    kept: list[tuple[int, ...]],
 ) -> tuple[str, ...]:
     """Return the prompt texts with which an answer with `echo` begins; empty without `echo`. `whole` are the prompts,
     `kept` the prompts after truncation. A prompt that was truncated or sent as token ids is decoded from its kept
@@ -178,11 +181,12 @@ def _echoes(
     """
     if not isinstance(fields, CompletionRequest) or not fields.echo:
         return ()
-    tokenizer = None if service.tokenizer is None else service.tokenizer.text
     texts = []
     for given, ids, left in zip(fields.prompt, whole, kept, strict=True):
-        as_it_came = given if isinstance(given, str) and len(left) == len(ids) else None
-        texts.append(text_of_prompt(as_it_came, left, tokenizer))
+        if isinstance(given, str) and len(left) == len(ids):
+            texts.append(given)
+        else:  # an incomplete character at the end is left out, because the output may complete it
+            texts.append("" if words is None else words.settled(words.textual(left)))
     return tuple(texts)
 
 

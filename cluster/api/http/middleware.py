@@ -18,7 +18,7 @@ from fastapi.responses import Response
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.api.anthropic.errors import anthropic_envelope
+from cluster.api.anthropic.shape import anthropic_envelope
 from cluster.api.core.api_keys import OPEN, PAGE, ApiKey, ApiKeys
 from cluster.api.core.api_keys import Scope as KeyScope
 from cluster.api.core.errors import CLIENT_GONE, ApiError, Envelope

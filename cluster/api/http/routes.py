@@ -13,9 +13,8 @@ from starlette.routing import Route
 
 from cluster import __version__
 from cluster.actors.messages import GangStatus
-from cluster.api.anthropic.errors import ENVELOPE
 from cluster.api.anthropic.request import CountRequest, MessagesRequest
-from cluster.api.anthropic.shape import read_message
+from cluster.api.anthropic.shape import ENVELOPE, read_message
 from cluster.api.core import errors
 from cluster.api.core.adapter import checked
 from cluster.api.core.api_keys import PAGE, ApiKeys
@@ -27,7 +26,6 @@ from cluster.api.core.limits import RequestLimits, off_loop
 from cluster.api.core.service import Service
 from cluster.api.core.wire import BodyReader, json_bytes
 from cluster.api.http import calls
-from cluster.api.http.docs_page import POLICY, page_of
 from cluster.api.http.middleware import (
     AccessLog,
     Drain,
@@ -39,9 +37,8 @@ from cluster.api.http.middleware import (
     is_anonymous,
     key_of,
 )
-from cluster.api.http.openapi import OtherApi, body_of, describe
-from cluster.api.http.server_info import facts_of
-from cluster.api.http.server_state import state_of
+from cluster.api.http.openapi import POLICY, OtherApi, body_of, describe, page_of
+from cluster.api.http.server_state import facts_of, state_of
 from cluster.api.openai.answers import read_chat, read_completion
 from cluster.api.openai.responses.request import ResponseRequest
 from cluster.api.openai.responses.shape import read_response

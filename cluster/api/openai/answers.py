@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 from cluster.api.core.adapter import CoreRequest, GenerateCall, checked
 from cluster.api.core.conversation import ChatRequest
-from cluster.api.core.echo import offsets
 from cluster.api.core.errors import ApiError
 from cluster.api.core.generation import CompletionRequest, StreamOptions
 from cluster.api.core.limits import RequestLimits
@@ -349,3 +348,27 @@ def _number(logprob: float) -> float:
 
 def _likelihood(delta: Delta) -> float:
     return sum(entry.logprob for entry in delta.logprobs)
+
+
+SLACK = 16
+"""How many characters that the tokenizer's normalizer has removed are skipped, at most, to find the next token."""
+
+
+def offsets(text: str, tokens: Iterable[bytes]) -> list[int]:
+    """Return where each token begins in `text`, in characters; `tokens` are the bytes of the tokens of the text.
+
+    If a character is split over several tokens, all of them have the offset of the character. A token that is not in
+    the text, such as a special token that the tokenizer adds, has length 0.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    at, found = 0, []
+    for raw in tokens:
+        found.append(at)
+        piece = decoder.decode(raw)
+        if text.startswith(piece, at):
+            at += len(piece)
+        elif piece.startswith(" ") and text.startswith(piece[1:], at):  # the tokenizer added a space before the text
+            at += len(piece) - 1
+        elif (later := text.find(piece, at, at + len(piece) + SLACK)) > at:  # the normalizer removed characters
+            found[-1], at = later, later + len(piece)
+    return found

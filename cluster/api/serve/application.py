@@ -27,9 +27,8 @@ from cluster.actors.shard import FACTORY
 from cluster.api.core.api_keys import ApiKeys, check_reach
 from cluster.api.proxy.middleware import stands_before_serve
 from cluster.api.proxy.refusals import AnnounceRefusals
-from cluster.api.serve.callers import Callers
 from cluster.api.serve.engine_calls import HandleCalls
-from cluster.api.serve.feed import feed
+from cluster.api.serve.feed import Callers, feed
 from cluster.api.serve.host import GangHost, when_leaving
 from cluster.api.serve.model_sources import pinned
 from cluster.api.serve.resilient_client import (

@@ -5,10 +5,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import PlainValidator
 
-from cluster.api.core.dialogue import Dialogue
 from cluster.api.core.errors import shown, wrong_type
 from cluster.api.core.fields import Strict, Text, read_at, readable, text_of_parts
-from cluster.api.core.translated import not_taken
+from cluster.api.core.translated import Dialogue, not_taken
 from cluster.api.openai.responses.tool_call_items import OTHER_KINDS, CalledTool, OtherItem
 from cluster.api.openai.responses.tools import ResponseTool, joined, read_tools
 from cluster.chat.custom import arguments_of

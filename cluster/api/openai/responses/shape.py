@@ -16,8 +16,7 @@ from cluster.api.openai.answers import logprob_entry
 from cluster.api.openai.responses.request import ResponseRequest
 from cluster.api.openai.responses.tools import Own
 from cluster.chat.blocks import loaded
-from cluster.chat.events import TextPiece
-from cluster.chat.sections import Change, Grown, Opened, Section, Sections
+from cluster.chat.events import Change, Grown, Opened, Section, Sections, TextPiece
 from cluster.request import FinishReason
 
 Sent = tuple[str, dict[str, Any]]
