@@ -180,10 +180,7 @@ def read_message(
 ) -> CoreRequest:
     """Read a body of /v1/messages, or of /v1/messages/count_tokens with `kind` CountRequest."""
     request, warnings = kind.read(body)
-    chat, origins = request.translated()
-    with origins.named():
-        chat.check(service.model, limits)
-    chat = chat.filled(service.model.sampling)
+    chat, origins = request.checked(service, limits)
     thinks = service.tokenizer is not None and service.tokenizer.chosen.thought != NONE
     warnings += [*map(origins.reworded, left_out_warnings(chat.tools)), *request.said_beside(thinks)]
     return CoreRequest(chat, warnings, "msg_", MessageShape, origins, "request-id")

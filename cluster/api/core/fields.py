@@ -4,7 +4,7 @@ Types are strict: `"5"`, `true` and `5.5` are not the integer 5.
 """
 
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
@@ -182,6 +182,7 @@ def _same(value: Any, neutral: Any) -> bool:
 
 
 Part = TypeVar("Part", bound=BaseModel)
+Item = TypeVar("Item")
 
 
 class Strict(BaseModel):
@@ -221,6 +222,20 @@ def read_at(kind: type[Part], value: Any, path: str) -> Part:
         return kind.model_validate(value)
     except ValidationError as error:
         raise invalid(error, path) from None
+
+
+def read_each(value: Any, read: Callable[[Any, str], Item], path: str) -> list[Item]:
+    """Return the items of a list, each read by `read`, which gets the item and its path. ValueError for other types."""
+    if not isinstance(value, list):
+        raise ValueError(f"must be a list, got {shown(value)}")
+    return [read(item, f"{path}.{at}") for at, item in enumerate(value)]
+
+
+def require(*checks: tuple[object, str, str]) -> None:
+    """Raise a 400 for the first check that fails. A check is a condition, the field's path, and what must hold."""
+    for holds, param, why in checks:
+        if not holds:
+            raise wrong(param, why)
 
 
 def readable(text: str) -> str:

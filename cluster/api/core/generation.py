@@ -8,7 +8,7 @@ from typing import Annotated, Any, Self
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field, PlainValidator
 
 from cluster.api.core.errors import ApiError, shown, wrong
-from cluster.api.core.fields import Strict, Text, list_of_prompts, list_of_stops
+from cluster.api.core.fields import Strict, Text, list_of_prompts, list_of_stops, require
 from cluster.api.core.limits import ModelInfo, RequestLimits
 from cluster.request import GREEDY_BELOW, MOST, LogitAdjustments, RequestParams, signed_seed
 from cluster.tokenizer.tokenizer import TextTokenizer
@@ -54,7 +54,7 @@ class PenaltyFields(Strict):
         """
         allowed = self.allowed_token_ids
         longest = max((len(word) for word in self.bad_words), default=0)
-        checks = (
+        require(
             (all(t < vocab_size for t in self.logit_bias), "logit_bias", f"ids must lie in [0, {vocab_size})"),
             (len(allowed) <= vocab_size, "allowed_token_ids", f"at most {vocab_size} ids"),
             (all(0 <= t < vocab_size for t in allowed), "allowed_token_ids", f"ids must lie in [0, {vocab_size})"),
@@ -62,9 +62,6 @@ class PenaltyFields(Strict):
             (longest <= limits.stop_characters, "bad_words", f"at most {limits.stop_characters} characters per word"),
             (all(word.strip() for word in self.bad_words), "bad_words", "an empty word cannot be banned; leave it out"),
         )
-        for ok, name, message in checks:
-            if not ok:
-                raise wrong(name, message)
 
     def adjustments(self, tokenizer: TextTokenizer | None, vocab_size: int) -> LogitAdjustments | None:
         """Return the requested adjustments, or None if there are none. A bad word is banned in two tokenizations: at
@@ -191,6 +188,11 @@ class GenerationFields(PenaltyFields):
         """The number of alternatives to report for each prompt token, or None if no log-probabilities are wanted."""
         return self.prompt_logprobs
 
+    @property
+    def most_new_tokens(self) -> int | None:
+        """The limit of the output in tokens that the client set, or None."""
+        return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+
     def kept(self, ids: tuple[int, ...], room: int, default_tokens: int) -> tuple[int, ...]:
         """Return the last `truncate_prompt_tokens` tokens of a prompt, or the whole prompt if that field is not set.
 
@@ -200,7 +202,7 @@ class GenerationFields(PenaltyFields):
         """
         most = self.truncate_prompt_tokens
         if most is not None and most < 0:
-            asked = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+            asked = self.most_new_tokens
             least = default_tokens if default_tokens < room else 1
             most = max(1, room - (least if asked is None else asked))
         return ids if most is None else ids[-most:]
@@ -217,53 +219,32 @@ class GenerationFields(PenaltyFields):
         """
         check_model(model, self.model)
         self.check_adjustments(model.vocab_size, limits)
-        tops = self.top_logprobs_wanted()
-        field = "logprobs" if isinstance(self, CompletionRequest) else "top_logprobs"
-        scores, cut = self.prompt_logprobs, self.truncate_prompt_tokens
-        long_stop = max((len(stop) for stop in self.stop), default=0)
-        vocab = model.vocab_size
-        checks = (
+        vocab, stops, ids = model.vocab_size, self.stop, self.stop_token_ids
+        tops, scores = self.top_logprobs_wanted(), self.prompt_logprobs
+        of_tops = "logprobs" if isinstance(self, CompletionRequest) else "top_logprobs"
+        longest = max((len(stop) for stop in stops), default=0)
+        unscored = "not in a stream; leave out stream, or send echo and logprobs to /v1/completions"
+        one_stream = self.stream and self.sequences() == 1
+        one_tree = "only allowed when stream is true, n is 1 and there is one prompt"
+        both = (self.max_tokens, self.max_completion_tokens)
+        two_limits = f"differs from max_completion_tokens ({both[1]}); send one of them"
+        cut = "must be positive, or -1 for as many tokens as fit, got 0"
+        most = f"must be at most {limits.logprobs}, got"
+        require(
             (self.n <= limits.choices, "n", f"must be at most {limits.choices}, got {self.n}"),
-            (len(self.stop) <= limits.stops, "stop", f"at most {limits.stops} strings, got {len(self.stop)}"),
-            (all(self.stop), "stop", "an empty string would stop everything; leave it out"),
-            (long_stop <= limits.stop_characters, "stop", f"at most {limits.stop_characters} characters per string"),
-            (
-                len(self.stop_token_ids) <= limits.stop_token_ids,
-                "stop_token_ids",
-                f"at most {limits.stop_token_ids} ids",
-            ),
-            (
-                all(0 <= token < vocab for token in self.stop_token_ids),
-                "stop_token_ids",
-                f"ids must lie in [0, {vocab})",
-            ),
-            (tops is None or tops <= limits.logprobs, field, f"must be at most {limits.logprobs}, got {tops}"),
+            (len(stops) <= limits.stops, "stop", f"at most {limits.stops} strings, got {len(stops)}"),
+            (all(stops), "stop", "an empty string would stop everything; leave it out"),
+            (longest <= limits.stop_characters, "stop", f"at most {limits.stop_characters} characters per string"),
+            (len(ids) <= limits.stop_token_ids, "stop_token_ids", f"at most {limits.stop_token_ids} ids"),
+            (all(0 <= token < vocab for token in ids), "stop_token_ids", f"ids must lie in [0, {vocab})"),
+            (tops is None or tops <= limits.logprobs, of_tops, f"{most} {tops}"),
             (self.stream_options is None or self.stream, "stream_options", "only allowed when stream is true"),
-            (
-                scores is None or scores <= limits.logprobs,
-                "prompt_logprobs",
-                f"must be at most {limits.logprobs}, got {scores}",
-            ),
-            (
-                scores is None or not self.stream,
-                "prompt_logprobs",
-                "not in a stream; leave out stream, or send echo and logprobs to /v1/completions",
-            ),
-            (cut != 0, "truncate_prompt_tokens", "must be positive, or -1 for as many tokens as fit, got 0"),
-            (
-                not self.return_tree or (self.stream and self.sequences() == 1),
-                "return_tree",
-                "only allowed when stream is true, n is 1 and there is one prompt",
-            ),
-            (
-                None in (self.max_tokens, self.max_completion_tokens) or self.max_tokens == self.max_completion_tokens,
-                "max_tokens",
-                f"differs from max_completion_tokens ({self.max_completion_tokens}); send one of them",
-            ),
+            (scores is None or scores <= limits.logprobs, "prompt_logprobs", f"{most} {scores}"),
+            (scores is None or not self.stream, "prompt_logprobs", unscored),
+            (self.truncate_prompt_tokens != 0, "truncate_prompt_tokens", cut),
+            (not self.return_tree or one_stream, "return_tree", one_tree),
+            (None in both or both[0] == both[1], "max_tokens", two_limits),
         )
-        for ok, name, message in checks:
-            if not ok:
-                raise wrong(name, message)
 
     def sampling(self, model: ModelInfo, prompt_tokens: int, default_tokens: int, prompt: str) -> RequestParams:
         """Return the sampling parameters for one prompt; the caller adds seed, logit adjustments and grammar.
@@ -276,7 +257,7 @@ class GenerationFields(PenaltyFields):
                 the limit of output tokens.
         """
         room = model.room - prompt_tokens
-        asked = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+        asked = self.most_new_tokens
         wanted = min(default_tokens, max(room, 1)) if asked is None else asked
         if wanted > room:
             param = prompt if room < 1 else ("max_completion_tokens" if self.max_tokens is None else "max_tokens")
@@ -348,14 +329,12 @@ class CompletionRequest(GenerationFields):
         """Check the shared fields, and `best_of`."""
         super().check(model, limits)
         best, n = self.best_of or self.n, self.n
-        checks = (
-            (best <= limits.choices, f"must be at most {limits.choices}, got {best}"),
-            (best >= n, f"must be at least n ({n}), got {best}"),
-            (best == n or not self.stream, "which output is best is known at the end; leave out best_of or stream"),
+        unknown = "which output is best is known at the end; leave out best_of or stream"
+        require(
+            (best <= limits.choices, "best_of", f"must be at most {limits.choices}, got {best}"),
+            (best >= n, "best_of", f"must be at least n ({n}), got {best}"),
+            (best == n or not self.stream, "best_of", unknown),
         )
-        for ok, message in checks:
-            if not ok:
-                raise wrong("best_of", message)
 
     def sampling(self, model: ModelInfo, prompt_tokens: int, default_tokens: int, prompt: str) -> RequestParams:
         """Return the parameters of `GenerationFields.sampling`. `best_of` turns log-probabilities on: they rank the

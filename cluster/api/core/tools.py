@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PlainValidator
 
 from cluster.api.core.errors import missing, shown
-from cluster.api.core.fields import MAX_WARNINGS, Strict, Text, read_at
+from cluster.api.core.fields import MAX_WARNINGS, Strict, Text, read_at, read_each
 from cluster.chat import custom
 
 logger = logging.getLogger(__name__)
@@ -126,9 +126,7 @@ def read_tools(value: Any) -> list[AnyTool]:
         ApiError: 400 that names the tool and the field.
         ValueError: `value` is not a list.
     """
-    if not isinstance(value, list):
-        raise ValueError(f"must be a list, got {shown(value)}")
-    return [_read(tool, f"tools.{at}") for at, tool in enumerate(value)]
+    return read_each(value, _read, "tools")
 
 
 def _read(value: Any, path: str) -> AnyTool:

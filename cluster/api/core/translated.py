@@ -12,6 +12,8 @@ from cluster.api.core.conversation import ChatRequest
 from cluster.api.core.errors import ApiError, path_of, shown, unsupported
 from cluster.api.core.fields import FieldTable, Strict
 from cluster.api.core.generation import PenaltyFields
+from cluster.api.core.limits import RequestLimits
+from cluster.api.core.service import Served
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids", "ignore_eos")
 OTHERS = ("stop", "include_stop_str_in_output", "routed_dp_rank", "request_id", "cache_salt")
@@ -42,6 +44,17 @@ class TranslatedBody(Strict):
     def asked_beside(self) -> dict[str, Any]:
         """Return the extensions in this body, unchanged."""
         return dict(self.model_extra or {})
+
+    def checked(self, service: Served, limits: RequestLimits) -> Translated:
+        """Return this body as a chat request that is checked against the model and the limits.
+
+        Raises:
+            ApiError: the body cannot be served; the error names the field of this body.
+        """
+        chat, origins = self.translated()
+        with origins.named():
+            chat.check(service.model, limits)
+        return Translated(chat.filled(service.model.sampling), origins)
 
     def translated(self) -> Translated:
         """Return this body as a chat request.

@@ -237,15 +237,20 @@ async def tokens_of(service: Service, fields: TokenizeRequest, length: int) -> t
     return tuple(await service.tokenizer.encode(fields.prompt, fields.special, length))
 
 
-async def count_of(service: Service, asked: CoreRequest, length: int) -> int:
-    """Return the number of prompt tokens of a conversation. `length` is the length of the body in bytes.
+async def count(
+    service: Service, limits: RequestLimits, intake: BodyReader, request: HttpRequest, read: Reader
+) -> tuple[int, list[str]]:
+    """Return the number of prompt tokens of a conversation, and warnings about its body.
 
     Raises:
-        ApiError: the model has no tokenizer or no chat template, or the template refuses the conversation.
+        ApiError: the body cannot be served, the model has no tokenizer or no chat template, or the template refuses it.
     """
-    assert isinstance(asked.fields, ChatRequest)
-    with asked.origins.named():
-        return len((await _encoded(service, asked.fields, length, asked.fields.add_special_tokens)).ids)
+    async with intake.json(request) as (body, length):
+        asked = await off_loop(length, lambda: read(service, limits, body))
+        assert isinstance(asked.fields, ChatRequest)
+        with asked.origins.named():
+            encoded = await _encoded(service, asked.fields, length, asked.fields.add_special_tokens)
+    return len(encoded.ids), asked.warnings
 
 
 async def text_of(service: Service, fields: DetokenizeRequest, length: int) -> str:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -120,10 +121,8 @@ def _add_other_apis(app: FastAPI, service: Service, limits: RequestLimits, intak
     @app.post("/v1/responses/input_tokens", openapi_extra=body_of(ResponseRequest))
     async def input_tokens(request: Request) -> Response:
         """The number of tokens in the prompt of a response."""
-        async with intake.json(request) as (body, length):
-            asked = await off_loop(length, lambda: read_response(service, limits, body))
-            count = await calls.count_of(service, asked, length)
-        return _json({"object": "response.input_tokens", "input_tokens": count}, asked.warnings)
+        count, warnings = await calls.count(service, limits, intake, request, read_response)
+        return _json({"object": "response.input_tokens", "input_tokens": count}, warnings)
 
     @app.get("/v1/responses/{response_id:path}")
     @app.post("/v1/responses/{response_id:path}")
@@ -141,10 +140,8 @@ def _add_other_apis(app: FastAPI, service: Service, limits: RequestLimits, intak
     @app.post("/v1/messages/count_tokens", openapi_extra=body_of(CountRequest))
     async def count_tokens(request: Request) -> Response:
         """The number of tokens in the prompt of a message."""
-        async with intake.json(request) as (body, length):
-            asked = await off_loop(length, lambda: read_message(service, limits, body, CountRequest))
-            count = await calls.count_of(service, asked, length)
-        return _json({"input_tokens": count}, asked.warnings)
+        count, warnings = await calls.count(service, limits, intake, request, partial(read_message, kind=CountRequest))
+        return _json({"input_tokens": count}, warnings)
 
 
 def _add_tokens(app: FastAPI, service: Service, limits: RequestLimits, intake: BodyReader) -> None:

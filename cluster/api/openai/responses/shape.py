@@ -256,9 +256,6 @@ def repeated(asked: ResponseRequest) -> dict[str, Any]:
 def read_response(service: Served, limits: RequestLimits, body: Mapping[str, Any]) -> CoreRequest:
     """Read a body of /v1/responses."""
     request, warnings = ResponseRequest.read(body)
-    chat, origins = request.translated()
-    with origins.named():
-        chat.check(service.model, limits)
-    chat = chat.filled(service.model.sampling)
+    chat, origins = request.checked(service, limits)
     warnings += [*map(origins.reworded, left_out_warnings(chat.tools)), *request.said_beside()]
     return CoreRequest(chat, warnings, "resp_", partial(ResponseShape, request), origins)

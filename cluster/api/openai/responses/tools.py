@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import AfterValidator, Field
 
 from cluster.api.core.errors import missing, shown, wrong
-from cluster.api.core.fields import Strict, Text, read_at
+from cluster.api.core.fields import Strict, Text, read_at, read_each
 from cluster.api.core.tools import NAMING, LeftOutTool
 from cluster.api.core.translated import not_taken, readable_json
 
@@ -98,9 +98,7 @@ def read_tools(value: Any, path: str = "tools") -> list[ResponseTool]:
         ApiError: 400 that names the tool and the field.
         ValueError: `value` is not a list.
     """
-    if not isinstance(value, list):
-        raise ValueError(f"must be a list, got {shown(value)}")
-    return [_read(tool, f"{path}.{at}") for at, tool in enumerate(value)]
+    return read_each(value, _read, path)
 
 
 def _read(value: Any, path: str, inside: bool = False) -> ResponseTool:
