@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from ray.exceptions import RayError
 
-from cluster.actors.fault_verdict import Verdict, judge
+from cluster.actors.blame import Verdict, judge
 from cluster.actors.incarnation import CONTROL_TIMEOUT_S, NAMESPACE, GangSpec, GangStartError, Incarnation
 from cluster.actors.messages import GangHistory, Heartbeat, Loss
 from cluster.actors.placement import Placement, reserve

@@ -14,8 +14,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from cluster.actors.blame import RankEvidence
 from cluster.actors.cluster_capacity import Layout
-from cluster.actors.fault_verdict import RankEvidence
 from cluster.actors.grammar_transfer import name_of
 from cluster.actors.messages import Failure, Heartbeat, LoadError
 from cluster.actors.placement import Placement

@@ -3,11 +3,175 @@
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from json import JSONDecodeError, JSONDecoder
+from typing import Any, NoReturn
 
-from cluster.chat.json_text import ValueEnd, items, loaded, members
 from cluster.chat.reading import BlockResult, ToolCallText
-from cluster.chat.values import member
+
+MARKS = re.compile(r'["\\{}\[\]]')
+SPACE = re.compile(r"[ \t\n\r]*")
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no number in JSON")
+
+
+DECODER = JSONDecoder(parse_constant=_refuse)
+
+
+class ValueEnd:
+    """Finds the end of an object or list in a growing text; each character is examined once."""
+
+    def __init__(self, start: int) -> None:
+        self._at = start
+        self._depth = 0
+        self._in_string = False
+
+    def find(self, text: str) -> int | None:
+        """Return the index after the value's last bracket, or None if it is missing. `text` may only grow between
+        calls.
+        """
+        while (mark := MARKS.search(text, self._at)) is not None:
+            character = mark[0]
+            if character == "\\" and self._in_string and mark.end() == len(text):
+                break  # the escaped character has not come yet
+            self._at = mark.end() + (character == "\\" and self._in_string)
+            if character == '"':
+                self._in_string = not self._in_string
+            elif not self._in_string and character != "\\":
+                self._depth += 1 if character in "{[" else -1
+                if self._depth <= 0:
+                    return self._at
+        else:
+            self._at = max(self._at, len(text))
+        return None
+
+
+def members(text: str) -> dict[str, str] | None:
+    """Return the text of each member of an object, or None if the text is no object. A repeated name has its last
+    value.
+    """
+    found: dict[str, str] = {}
+    try:
+        at = _after(text, 0, "{")
+        if text[at : at + 1] == "}":
+            return found if not text[at + 1 :].strip() else None
+        while True:
+            name, at = _value(text, at)
+            if not isinstance(name, str):
+                return None
+            start = _after(text, _space(text, at), ":")
+            _, end = _value(text, start)
+            found[name] = text[start:end]
+            at = _space(text, end)
+            if text[at : at + 1] == "}":
+                return found if not text[at + 1 :].strip() else None
+            at = _after(text, at, ",")
+    except (ValueError, RecursionError):
+        return None
+
+
+def items(text: str) -> list[str] | None:
+    """Return the texts of a list's items, or None if the text is not a list or the list is empty."""
+    found = []
+    try:
+        at = _after(text, 0, "[")
+        while True:
+            _, end = _value(text, at)
+            found.append(text[at:end])
+            at = _space(text, end)
+            if text[at : at + 1] == "]":
+                return found if not text[at + 1 :].strip() else None
+            at = _after(text, at, ",")
+    except (ValueError, RecursionError):
+        return None
+
+
+def loaded(text: str) -> Any:
+    """Return the value of a JSON text, or None if the text is invalid. The value of null is also None."""
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _space(text: str, at: int) -> int:
+    found = SPACE.match(text, at)
+    return at if found is None else found.end()
+
+
+def _after(text: str, at: int, expected: str) -> int:
+    if text[at : at + 1] != expected:
+        raise JSONDecodeError(f"expected {expected}", "", at)
+    return _space(text, at + 1)
+
+
+def _value(text: str, at: int) -> tuple[Any, int]:
+    return DECODER.raw_decode(text, at)
+
+
+DEEPEST = 16
+"""Depth of nested references and alternatives after which a schema counts as allowing anything."""
+TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
+
+
+def member(text: str, name: str, schema: Mapping[str, Any]) -> str:
+    """Return the JSON of the member `name` of an object with this schema, written by the model as `text`.
+
+    If the text is JSON of a type that the schema allows, it is returned unchanged; but a text in quotes becomes a
+    string that contains the quotes, if the schema names the type string. Otherwise the text becomes a string, if the
+    schema allows strings or the text is not JSON. All other JSON is returned unchanged. True, False and None count as
+    true, false and null, because chat templates write arguments so.
+    """
+    properties = schema.get("properties")
+    declared = properties.get(name) if isinstance(properties, Mapping) else None
+    kinds = _kinds(schema.get("additionalProperties") if declared is None else declared, schema, DEEPEST)
+    written = text.strip()
+    value = loaded(written)
+    kind = "null" if written == "null" else None if value is None else TYPES[type(value)]
+    if kinds is None:
+        return json.dumps(text, ensure_ascii=False) if kind is None else written
+    if kind in kinds - {"string"} or (kind == "integer" and "number" in kinds):
+        return written
+    if "boolean" in kinds and written.lower() in ("true", "false"):
+        return written.lower()
+    if "null" in kinds and written.lower() in ("null", "none"):
+        return "null"
+    if "string" in kinds or kind is None:
+        return json.dumps(text, ensure_ascii=False)
+    return written
+
+
+def _kinds(schema: Any, root: Mapping[str, Any], deepest: int) -> set[str] | None:
+    """Return the types that a schema allows, or None if it allows any type."""
+    if not isinstance(schema, Mapping) or not deepest:
+        return None
+    if isinstance(reference := schema.get("$ref"), str):
+        return _kinds(_found(reference, root), root, deepest - 1)
+    kind, values = schema.get("type"), schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(kind, str):
+        return {kind}
+    if isinstance(kind, list):
+        return {each for each in kind if isinstance(each, str)}
+    if isinstance(values, list) and values:
+        return {"null" if value is None else TYPES[type(value)] for value in values}
+    for name in ("anyOf", "oneOf"):
+        if isinstance(parts := schema.get(name), list) and parts:
+            each = [_kinds(part, root, deepest - 1) for part in parts]
+            return None if None in each else {one for kinds in each for one in kinds or ()}
+    every = schema.get("allOf")
+    known = [_kinds(part, root, deepest - 1) for part in every] if isinstance(every, list) else []
+    return next((kinds for kinds in known if kinds is not None), None)
+
+
+def _found(reference: str, root: Mapping[str, Any]) -> Any:
+    """Return the target of a reference inside the schema, or None if the target does not exist."""
+    found: Any = root
+    for part in reference.removeprefix("#").split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
+
 
 MOST_HEADING = 512  # characters between a trigger and the JSON
 NO_CALL = BlockResult(1)

@@ -9,8 +9,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
+from cluster.chat.blocks import loaded
 from cluster.chat.events import CallArguments, CallBegun, Event
-from cluster.chat.json_text import loaded
 from cluster.chat.reading import AnswerReader
 
 FIELD = "input"

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from cluster.request import FinishReason, RequestParams
-from cluster.tokenizer.tokenizer import IncrementalDetokenizer, StopFinder, TextTokenizer
+from cluster.tokenizer.stop_strings import StopStrings
+from cluster.tokenizer.tokenizer import TextTokenizer
 
 
 class Cut(NamedTuple):
@@ -31,27 +32,24 @@ class FinishCheck:
         """
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
         self.ends = {token for token in ends if 0 <= token < vocab_size}
-        self._most = params.max_tokens
-        self._least = 0 if params.adjustments is None else params.adjustments.min_tokens
-        self._finder, self._text = None, None
+        self._stops: StopStrings | None = None
         if params.stop and tokenizer is not None:
-            self._finder, self._text = StopFinder(params.stop), IncrementalDetokenizer(tokenizer, prompt_token_ids)
+            least = 0 if params.adjustments is None else params.adjustments.min_tokens
+            self._stops = StopStrings(tokenizer, prompt_token_ids, params.stop, least)
 
     def cut(self, run: Sequence[int], room: int) -> Cut:
         """Return where the run ends the request. `room` is the number of tokens that max_tokens still allows."""
         if run and not room:
             return Cut(0, "length")
-        if self._finder is None and len(run) < room and self.ends.isdisjoint(run):  # the common case, without a loop
+        if self._stops is None and len(run) < room and self.ends.isdisjoint(run):  # the common case, without a loop
             return Cut(len(run))
         for kept, token in enumerate(run, start=1):
             if token in self.ends:
                 return Cut(kept, "stop", token)
-            if self._finder is not None and self._text is not None:
-                text = self._text.push([token])
-                if self._most - room + kept <= self._least:  # within min_tokens a stop string does not count
-                    self._finder.skip(text)
-                elif (hit := self._finder.find(text)) is not None:
-                    return Cut(kept, "stop", hit.stop)
+            if self._stops is not None:
+                self._stops.push((token,))
+                if self._stops.hit is not None:
+                    return Cut(kept, "stop", self._stops.hit.stop)
             if kept == room:
                 return Cut(kept, "length")
         return Cut(len(run))

@@ -4,8 +4,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cluster.api.core.adapter import Origins
 from cluster.api.core.errors import shown
-from cluster.api.core.translated import Origins
 from cluster.config import ConfigError, EngineConfig
 from cluster.offline.sampling_params import SamplingParams, params_of
 

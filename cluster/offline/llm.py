@@ -11,10 +11,10 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import Any, Self
 
+from cluster.api.core.adapter import GenerateCall, Reader
 from cluster.api.core.errors import ApiError
 from cluster.api.core.fields import WARNING_HEADER
-from cluster.api.http.api_adapters import Reader, asked_chat, asked_text
-from cluster.api.http.calls import GenerateCall
+from cluster.api.openai.answers import read_chat, read_completion
 from cluster.chat.formats.choose import named
 from cluster.config import ConfigError
 from cluster.engine.build import build_engine
@@ -96,7 +96,7 @@ class LLM:
                     remedy = "give token ids, or a folder with a tokenizer as tokenizer"
                     raise ValueError(f"{place.name}: a text needs a tokenizer, and this model has none; {remedy}")
                 text = prompt if isinstance(prompt, str) else None
-                call = self._understood(asked_text, {"prompt": [prompt], **own.body()}, place)
+                call = self._understood(read_completion, {"prompt": [prompt], **own.body()}, place)
                 asked.append(GrowingAnswer(text, call.choices, call.shape))
             return self._answered(engine, asked, use_tqdm)
 
@@ -142,7 +142,7 @@ class LLM:
             asked = []
             for at, (talk, own) in enumerate(zip(given, params, strict=True)):
                 place = PromptPlace("messages", "messages", at if many else None)
-                call = self._understood(asked_chat, {"messages": talk, **own.chat_body(), **beside}, place)
+                call = self._understood(read_chat, {"messages": talk, **own.chat_body(), **beside}, place)
                 asked.append(GrowingAnswer(None, call.choices, call.shape))
             return self._answered(engine, asked, use_tqdm)
 

@@ -5,11 +5,11 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, Literal, TypeVar
 
+from cluster.api.core.adapter import CoreRequest, GenerateCall
 from cluster.api.core.grammars import Grammars
-from cluster.api.core.service import ModelInfo, RequestLimits
+from cluster.api.core.limits import ModelInfo, RequestLimits
 from cluster.api.core.tokenizer import ChatTokenizer, Parsers
-from cluster.api.http.api_adapters import CoreRequest
-from cluster.api.http.calls import GenerateCall, understand
+from cluster.api.http.calls import prepare
 from cluster.arch.generation import sampling_defaults
 from cluster.config.resolved import tokenizer_folder
 from cluster.engine.engine import Engine
@@ -55,7 +55,7 @@ class LocalModel:
             ApiError: the request cannot be served; the message names the field.
         """
         with asked.origins.named():
-            return self._loop.run(understand(self, self.limits, asked, 0))
+            return self._loop.run(prepare(self, self.limits, asked, 0))
 
     def close(self) -> None:
         """End the process that compiles grammars, and the event loop's thread."""

@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from cluster.api.core.choices import Delta, OutputSequence, joined
-from cluster.api.openai.answers import AnswerShape, ranked
+from cluster.api.core.adapter import AnswerShape
+from cluster.api.core.sequences import Delta, OutputSequence, joined
+from cluster.api.openai.answers import ranked
 from cluster.request import SequenceOutput as StepOutput
 from cluster.request import TokenLogprob
 from cluster.tokenizer.tokenizer import TextTokenizer

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from cluster.api.core.constraints import constraint_in
 from cluster.api.core.errors import ApiError, shown
 from cluster.api.core.fields import REMEDIES, SPELLINGS
-from cluster.api.core.protocol import CompletionRequest
+from cluster.api.core.generation import CompletionRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +73,7 @@ class SamplingParams:
             ValueError: a value is invalid for every model; the message names the field.
         """
         try:
-            CompletionRequest.read({**self.body(), "prompt": ""})[0].constraint()
+            constraint_in(CompletionRequest.read({**self.body(), "prompt": ""})[0])
         except ApiError as error:
             raise ValueError(error.message) from None
 

@@ -3,8 +3,8 @@
 import json
 from typing import Any
 
+from cluster.api.core.conversation import ChatRequest
 from cluster.api.core.errors import ApiError
-from cluster.api.core.protocol import ChatRequest
 
 OURS = (
     *("messages", "model", "stream", "stream_options", "n", "return_token_ids", "return_tree"),

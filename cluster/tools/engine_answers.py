@@ -8,9 +8,9 @@ from collections.abc import Generator, Mapping
 from contextlib import closing
 from typing import Any
 
+from cluster.api.core.adapter import GenerateCall
 from cluster.api.core.errors import ApiError
-from cluster.api.http.api_adapters import asked_chat
-from cluster.api.http.calls import GenerateCall
+from cluster.api.openai.answers import read_chat
 from cluster.config import ConfigError, EngineConfig
 from cluster.engine.build import build_engine
 from cluster.engine.engine import Engine
@@ -59,7 +59,7 @@ class EngineAnswers:
 
     def _understood(self, body: Mapping[str, Any]) -> GenerateCall:
         try:
-            return self._model.understood(asked_chat(self._model, self._model.limits, body))
+            return self._model.understood(read_chat(self._model, self._model.limits, body))
         except ApiError as error:
             raise ValueError(error.message) from None
 

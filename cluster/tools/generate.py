@@ -12,7 +12,7 @@ from cluster.engine.build import build_engine
 from cluster.engine.engine import Engine
 from cluster.offline.stepping import steps
 from cluster.request import Request, RequestParams, SequenceOutput, signed_seed
-from cluster.tokenizer.tokenizer import StoppedText
+from cluster.tokenizer.stop_strings import StoppedText
 from cluster.tools.engine_flags import add_engine_arguments, engine_settings
 from cluster.tools.terminal import Screen
 
@@ -100,9 +100,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _words(output: SequenceOutput, text: StoppedText) -> str:
-    """Return the new text of one output, without the stop token, as the REST API cuts it."""
-    by_token = output.finish_reason == "stop" and isinstance(output.stop_reason, int)
-    piece = text.push(output.token_ids[:-1] if by_token else output.token_ids)
+    """Return the new text of one output, as the REST API cuts it."""
+    piece = text.push(text.textual(output))
     return piece if output.finish_reason is None else piece + text.finish()
 
 

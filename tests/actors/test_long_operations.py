@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from cluster.actors.blame import RankEvidence, Verdict, judge
 from cluster.actors.engine_loop import EngineLoop
-from cluster.actors.fault_verdict import RankEvidence, Verdict, judge
 from cluster.actors.messages import Commands
 from cluster.config import EngineConfig
 from cluster.request import Request, RequestParams

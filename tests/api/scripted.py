@@ -13,12 +13,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from cluster.actors.messages import GangHistory, GangStatus, Heartbeat, Overloaded
 from cluster.api.core.grammars import Grammars
-from cluster.api.core.service import ModelInfo
+from cluster.api.core.limits import ModelInfo
 from cluster.api.core.tokenizer import ChatTokenizer
 from cluster.observability.metrics import ServingMetrics, merge
 from cluster.request import Request, Seeds, SequenceOutput, SpeculationCounts, StepTree, TokenLogprob
 from cluster.status import EngineStatus
-from cluster.tokenizer.tokenizer import BYTE_OF_CHARACTER, IncrementalDetokenizer, StopFinder
+from cluster.tokenizer.stop_strings import StopFinder
+from cluster.tokenizer.tokenizer import BYTE_OF_CHARACTER, IncrementalDetokenizer
 from tests.info import rank_info
 
 MODEL = "demo"

@@ -11,7 +11,7 @@ import pytest
 from fastapi import FastAPI
 
 from cluster.api.http import openapi
-from cluster.api.http.drain import Drain
+from cluster.api.http.middleware import Drain
 from cluster.api.http.routes import make_app
 from cluster.observability import metrics
 from cluster.observability.logs import TextLines, request_id

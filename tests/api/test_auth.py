@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from starlette.routing import Route
 
 from cluster.api.core.api_keys import PAGE, ApiKey, ApiKeys, digest_of
-from cluster.api.http.guard import SCOPES
+from cluster.api.http.middleware import SCOPES
 from cluster.api.http.routes import make_app
 from cluster.api.page import HERE
 from cluster.observability.logs import TextLines

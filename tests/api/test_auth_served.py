@@ -7,7 +7,7 @@ from urllib.parse import unquote
 import httpx
 import pytest
 
-from cluster.api.http.guard import SCOPES
+from cluster.api.http.middleware import SCOPES
 from cluster.api.launch.keys import create, remove
 from tests.api.apps import LOG, arguments, eventually, serving
 from tests.api.test_auth import HEALTH, SHELL, spellings

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
+from cluster.api.core.conversation import ChatRequest
 from cluster.api.core.fields import REFUSED, WARNING_HEADER
-from cluster.api.core.protocol import ChatRequest
 from cluster.api.http.routes import make_app
 from tests.api.bad_conversations import CHAT, COMPLETE, CONVERSATIONS
 from tests.api.scripted import CONTEXT, MODEL, VOCAB, Client, ScriptedService

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from cluster.api.anthropic.blocks import BILLING
-from cluster.api.core import stream
+from cluster.api.core import wire
 from cluster.api.core.errors import ApiError
 from cluster.api.core.fields import WARNING_HEADER
-from cluster.api.core.stream import ALIVE, EventStream
 from cluster.api.core.tools import Function
+from cluster.api.core.wire import ALIVE, EventStream
 from cluster.api.http.routes import make_app
 from tests.api.scripted import MODEL, Client, ScriptedService, save_tokenizer
 from tests.api.test_tools import HI
@@ -101,7 +101,7 @@ def test_too_long_is_said_in_words_that_clients_look_for(service: ScriptedServic
 def test_ends_of_lines_that_python_knows_and_events_do_not_are_escaped() -> None:
     """httpx's lines, by which LiteLLM, Dify and others read events, end where `str.splitlines` sees an end."""
     text = "a\u2028b\u2029c\x85d\x0be"
-    sent = stream.event({"text": text}).decode()
+    sent = wire.event({"text": text}).decode()
     assert sent.splitlines() == [sent.removesuffix("\n\n"), ""]
     assert json.loads(sent.removeprefix("data: ")) == {"text": text}
 
@@ -137,7 +137,7 @@ def test_a_name_of_a_tool_may_have_128_characters() -> None:
 
 def test_a_silent_stream_says_that_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a long call is written, or thought that is not shown, nothing else is sent."""
-    monkeypatch.setattr(stream, "ALIVE_AFTER_S", 0.05)
+    monkeypatch.setattr(wire, "ALIVE_AFTER_S", 0.05)
     sent: list[bytes] = []
 
     async def events() -> AsyncGenerator[bytes, None]:

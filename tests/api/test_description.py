@@ -6,8 +6,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from cluster.api.core.body import MAX_KEYS
-from cluster.api.core.service import RequestLimits
+from cluster.api.core.limits import RequestLimits
+from cluster.api.core.wire import MAX_KEYS
 from tests.api.bad_conversations import BEYOND_A_SCHEMA as BEYOND_OF_CONVERSATIONS
 from tests.api.bad_conversations import TOOL
 from tests.api.scripted import MODEL, Client

@@ -15,7 +15,7 @@ from cluster.actors.engine_loop import EngineLoop
 from cluster.actors.messages import Commands, GangStatus, Overloaded
 from cluster.api.core.api_keys import ApiKey, ApiKeys, digest_of
 from cluster.api.core.grammars import Grammars
-from cluster.api.core.service import ModelInfo
+from cluster.api.core.limits import ModelInfo
 from cluster.api.core.tokenizer import ChatTokenizer
 from cluster.api.http.routes import make_app
 from cluster.config import EngineConfig

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from cluster.actors.messages import GangHistory
+from cluster.api.core.conversation import ChatRequest, TokenizeRequest
 from cluster.api.core.fields import HARMLESS, WARNING_HEADER
-from cluster.api.core.protocol import ChatRequest, TokenizeRequest
 from cluster.api.core.tokenizer import ChatTokenizer
 from cluster.api.http import routes
 from cluster.api.http.routes import make_app

@@ -8,8 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cluster.api.anthropic.request import CountRequest, MessagesRequest
+from cluster.api.core.conversation import ChatRequest, TokenizeRequest
 from cluster.api.core.fields import HARMLESS, REFUSED, WARNING_HEADER
-from cluster.api.core.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from cluster.api.core.generation import CompletionRequest, DetokenizeRequest
 from cluster.api.http.routes import make_app
 from cluster.api.openai.responses.request import ResponseRequest
 from tests.api.scripted import MODEL, Client, ScriptedService

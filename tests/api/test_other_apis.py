@@ -13,8 +13,7 @@ from fastapi import FastAPI
 
 from cluster.api.core.errors import ApiError
 from cluster.api.core.fields import WARNING_HEADER
-from cluster.api.http.drain import Drain
-from cluster.api.http.error_envelopes import envelope_of
+from cluster.api.http.middleware import Drain, envelope_of
 from cluster.api.http.routes import make_app
 from tests.api.bad_items import HI, MESSAGES, OF_MESSAGES, OF_RESPONSES, RESPONSES
 from tests.api.scripted import MODEL, Client, ScriptedService

@@ -11,12 +11,12 @@ import pytest
 from fastapi import FastAPI
 
 from cluster.api.anthropic import request as anthropic_request
-from cluster.api.core import content, conversation, errors, tokenizer
+from cluster.api.core import conversation, errors, tokenizer
 from cluster.api.core import fields as field_tables
-from cluster.api.core.body import MAX_CONTAINERS, MAX_KEYS
 from cluster.api.core.errors import shown
 from cluster.api.core.fields import MAX_WARNINGS, WARNING_HEADER, sort_fields
-from cluster.api.core.service import LEAST_BODY, RequestLimits
+from cluster.api.core.limits import LEAST_BODY, RequestLimits
+from cluster.api.core.wire import MAX_CONTAINERS, MAX_KEYS
 from cluster.api.http import calls
 from cluster.api.http.routes import make_app
 from cluster.api.openai.responses import request as response_request
@@ -193,7 +193,7 @@ def test_a_list_of_mistakes_costs_one(client: Client, name: str, monkeypatch: py
         complaints.append(error.error_count())
         return errors.invalid(error)
 
-    monkeypatch.setattr(content, "invalid", counting)
+    monkeypatch.setattr(field_tables, "invalid", counting)
     answer = client.post(path, body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     assert complaints == [1]

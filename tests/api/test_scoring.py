@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.api.core.service import RequestLimits
+from cluster.api.core.limits import RequestLimits
 from cluster.api.http.routes import make_app
 from tests.api.scripted import IM_START, MODEL, VOCAB, Client, events
 from tests.api.test_engine import EngineService

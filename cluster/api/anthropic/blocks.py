@@ -7,10 +7,9 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, PlainValidator
 
-from cluster.api.core.content import Strict, Text, read_at, text_of_parts
-from cluster.api.core.dialogue import Dialogue
-from cluster.api.core.errors import ApiError, shown
-from cluster.api.core.translated import not_taken, readable_json
+from cluster.api.core.errors import wrong
+from cluster.api.core.fields import Strict, Text, read_at, read_each, text_of_parts
+from cluster.api.core.translated import Dialogue, not_taken, readable_json
 
 Role = Literal["user", "assistant", "system"]
 ServerResult = Literal[
@@ -166,11 +165,9 @@ def messages_of(value: Any) -> list[MessageContent]:
         ApiError: 400 that names the message and the field.
         ValueError: `value` is not a list, or is empty.
     """
-    if not isinstance(value, list):
-        raise ValueError(f"must be a list, got {shown(value)}")
-    if not value:
+    if value == []:
         raise ValueError("must not be empty")
-    return [_message(one, f"messages.{at}") for at, one in enumerate(value)]
+    return read_each(value, _message, "messages")
 
 
 def _message(value: Any, path: str) -> MessageContent:
@@ -180,7 +177,7 @@ def _message(value: Any, path: str) -> MessageContent:
         try:
             return MessageContent(message.role, text_of_parts(content, {"text": "text"}), ())
         except ValueError as error:
-            raise ApiError(f"{where}: {error}", param=where, code="invalid_type") from None
+            raise wrong(where, str(error), "invalid_type") from None
     blocks = [_block(one, message.role, f"{where}.{at}") for at, one in enumerate(content)]
     return MessageContent(message.role, "", blocks)
 

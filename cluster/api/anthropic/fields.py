@@ -7,15 +7,7 @@ from cluster.api.core.translated import table_of
 
 # These fields label, meter or route a call, or tune the prompt cache, so they cannot change the answer.
 HARMLESS = frozenset(
-    {
-        "metadata",
-        "cache_control",
-        "inference_geo",
-        "user_profile_id",
-        "workspace_id",
-        "diagnostics",
-        "billing_policy",
-    }
+    {"metadata", "cache_control", "inference_geo", "user_profile_id", "workspace_id", "diagnostics", "billing_policy"}
 )
 
 # Refused fields, each with its neutral values, which mean "off" and are accepted. null is accepted for every field.

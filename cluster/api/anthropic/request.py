@@ -7,18 +7,10 @@ from pydantic import AfterValidator, ConfigDict, FailFast, Field, PlainValidator
 
 from cluster.api.anthropic.blocks import Message, MessageContent, System, dialogue_of, messages_of
 from cluster.api.anthropic.fields import COUNT_TABLE, TABLE
-from cluster.api.core.content import Strict, Text, read_at
-from cluster.api.core.errors import shown
-from cluster.api.core.fields import FieldTable
+from cluster.api.core.adapter import Origins
+from cluster.api.core.fields import FieldTable, Strict, Text, read_at, read_each
 from cluster.api.core.tools import LeftOutTool
-from cluster.api.core.translated import (
-    EXTENSIONS,
-    Origins,
-    Translated,
-    TranslatedBody,
-    readable_json,
-    translation,
-)
+from cluster.api.core.translated import EXTENSIONS, Translated, TranslatedBody, readable_json, translation
 
 Messages = Annotated[list[Message], Field(min_length=1)]
 ORIGINS: Mapping[str, str] = {
@@ -88,9 +80,7 @@ def _named_where_needed(choice: AnthropicToolChoice) -> AnthropicToolChoice:
 
 
 def _tools(value: Any) -> list[CustomTool | LeftOutTool]:
-    if not isinstance(value, list):
-        raise ValueError(f"must be a list, got {shown(value)}")
-    return [_tool(tool, f"tools.{at}") for at, tool in enumerate(value)]
+    return read_each(value, _tool, "tools")
 
 
 def _tool(value: Any, path: str) -> CustomTool | LeftOutTool:
@@ -111,8 +101,7 @@ class CountRequest(TranslatedBody):
     messages: Annotated[list[MessageContent], PlainValidator(messages_of, json_schema_input_type=Messages)]
     system: System | None = None
     tools: Annotated[
-        list[CustomTool | LeftOutTool],
-        PlainValidator(_tools, json_schema_input_type=list[CustomTool | LeftOutTool]),
+        list[CustomTool | LeftOutTool], PlainValidator(_tools, json_schema_input_type=list[CustomTool | LeftOutTool])
     ] = Field(default_factory=list)
     tool_choice: Annotated[AnthropicToolChoice, AfterValidator(_named_where_needed)] | None = None
     thinking: ThinkingOption | None = None

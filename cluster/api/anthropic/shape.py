@@ -1,17 +1,54 @@
-"""The answer of /v1/messages: the whole message, or the events that build it."""
+"""Reads bodies of Anthropic's Messages API, and writes its answers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic_core import from_json
 
-from cluster.api.anthropic.errors import anthropic_envelope
-from cluster.api.core.choices import Delta
+from cluster.api.anthropic.request import CountRequest, MessagesRequest
+from cluster.api.core.adapter import CoreRequest, GenerateCall
 from cluster.api.core.errors import ApiError
-from cluster.api.core.stream import event
-from cluster.api.core.usage import usage
-from cluster.api.openai.answers import AnswerContext
-from cluster.chat.sections import Change, Grown, Opened, Section, Sections
+from cluster.api.core.limits import RequestLimits
+from cluster.api.core.sequences import Delta, usage
+from cluster.api.core.service import Served
+from cluster.api.core.tools import left_out_warnings
+from cluster.api.core.wire import event
+from cluster.chat.events import Change, Grown, Opened, Section, Sections
+from cluster.chat.formats.choose import NONE
+
+TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    504: "timeout_error",
+}
+
+_KINDS = sorted({*TYPES.values(), "invalid_request_error", "overloaded_error"})
+ENVELOPE: Mapping[str, Any] = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"enum": _KINDS}, "message": {"type": "string"}},
+        },
+    },
+}
+"""The JSON schema of the envelope."""
+
+
+def anthropic_envelope(error: ApiError) -> dict[str, Any]:
+    """Return the body of an error answer, or the data of the event `error`. The message names the wrong field."""
+    kind = TYPES.get(error.status, "api_error" if error.status > 500 else "invalid_request_error")
+    if error.code == "overloaded":
+        kind = "overloaded_error"
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
 
 Sent = tuple[str, dict[str, Any]]
 SIGNATURE = "unsigned"
@@ -25,9 +62,9 @@ class MessageShape:
 
     alive = event({"type": "ping"}, "ping")
 
-    def __init__(self, about: AnswerContext) -> None:
+    def __init__(self, about: GenerateCall) -> None:
         self._about = about
-        self._sections = Sections(about.extras.thought)
+        self._sections = Sections(about.shows_reasoning)
         self._end: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
         self._begun = False
 
@@ -136,3 +173,14 @@ def arguments_of(text: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def read_message(
+    service: Served, limits: RequestLimits, body: Mapping[str, Any], kind: type[CountRequest] = MessagesRequest
+) -> CoreRequest:
+    """Read a body of /v1/messages, or of /v1/messages/count_tokens with `kind` CountRequest."""
+    request, warnings = kind.read(body)
+    chat, origins = request.checked(service, limits)
+    thinks = service.tokenizer is not None and service.tokenizer.chosen.thought != NONE
+    warnings += [*map(origins.reworded, left_out_warnings(chat.tools)), *request.said_beside(thinks)]
+    return CoreRequest(chat, warnings, "msg_", MessageShape, origins, "request-id")

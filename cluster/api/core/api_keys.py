@@ -59,18 +59,6 @@ def digest_of(token: bytes) -> bytes:
     return hashlib.sha256(token).digest()
 
 
-def cache_salt(key: ApiKey | None, said: str | None) -> int:
-    """Return the salt of a request; only requests with the same salt share cached prefixes. The salt is a hash of
-    `said` (the body's `cache_salt`) keyed by the API key, or 0 if both are None. So no client can choose a `cache_salt`
-    that leads to the salt of another key.
-    """
-    if key is None and said is None:
-        return 0
-    secret = b"" if key is None else key.digest
-    text = (said or "").encode("utf-8", "surrogatepass")
-    return int.from_bytes(hashlib.blake2b(text, key=secret, digest_size=16, person=b"aerie cache salt").digest(), "big")
-
-
 def parse(text: str, where: str) -> tuple[ApiKey, ...]:
     """Return the keys in the text of a file; `where` names the file in errors, which quote no line.
 

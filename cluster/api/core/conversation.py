@@ -1,14 +1,154 @@
-"""The fields of a conversation: messages, tools, and arguments of the chat template."""
+"""The fields of a conversation (messages, tools, template arguments); bodies of /v1/chat/completions and /tokenize."""
 
-from collections.abc import Collection, Sequence
-from typing import Annotated, Any, Literal
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import FailFast, Field
+from pydantic import BeforeValidator, ConfigDict, FailFast, Field, PlainValidator
 
-from cluster.api.core.content import ChatMessage, Strict, check_messages
-from cluster.api.core.errors import ApiError, shown
-from cluster.api.core.fields import MAX_WARNINGS
+from cluster.api.core.errors import missing, path_of, shown, unsupported, wrong
+from cluster.api.core.fields import MAX_WARNINGS, Strict, Text, text_of_parts
+from cluster.api.core.generation import GenerationFields, check_model
+from cluster.api.core.limits import ModelInfo, RequestLimits
 from cluster.api.core.tools import CallableTool, Choice, LeftOutTool, ToolChoice, Tools
+from cluster.chat import custom
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES_SHOWN = ", ".join(ROLES)
+
+
+def _plain_text(value: Any) -> str:
+    """Return the content of a message: a string, or the joined text of its parts."""
+    return text_of_parts(value, {"text": "text"})
+
+
+Content = Annotated[str, PlainValidator(_plain_text, json_schema_input_type=str | list[dict[str, str]])]
+
+
+def _calls(value: Any) -> Any:
+    """Return the calls of a message; null becomes []. A custom tool call becomes a function call whose `input` is its
+    text.
+    """
+    if value is None:
+        return []
+    return [_as_function(call) for call in value] if isinstance(value, list) else value
+
+
+def _as_function(call: Any) -> Any:
+    if not isinstance(call, dict) or call.get("type") != "custom":
+        return call
+    called = call.get("custom")
+    if not isinstance(called, dict) or not isinstance(called.get("input"), str):
+        raise ValueError("a call of type custom must have custom, an object with name and input, both strings")
+    function = {"name": called.get("name"), "arguments": custom.arguments_of(called["input"])}
+    return {"id": call.get("id"), "type": "function", "function": function}
+
+
+class CalledFunction(Strict):
+    """The function in a tool call; `arguments` is a JSON object as text, as in answers."""
+
+    name: Text
+    arguments: Text = "{}"
+
+
+class ToolCall(Strict):
+    """A function call in an assistant's message, in the form that answers have."""
+
+    id: Text | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class CalledCustom(Strict):
+    """The custom tool in a tool call, and its input text."""
+
+    name: Text
+    input: Text
+
+
+class CustomToolCall(Strict):
+    """A custom tool call in an assistant's message, in the form that answers have."""
+
+    id: Text | None = None
+    type: Literal["custom"]
+    custom: CalledCustom
+
+
+Calls = list[ToolCall | CustomToolCall]
+
+
+class ChatMessage(Strict):
+    """One message. `content` may be null in an assistant's message, which may have calls instead. `reasoning` and
+    `reasoning_content` mean the same. Unknown fields are not read, except those in `WITH_MEANING`, which are refused.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: Content | None = None
+    name: Text | None = None
+    tool_calls: Annotated[list[ToolCall], FailFast(), BeforeValidator(_calls, json_schema_input_type=Calls | None)] = (
+        Field(default_factory=list)
+    )
+    tool_call_id: Text | None = None
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None
+
+    @property
+    def thought(self) -> str | None:
+        """The reasoning of the assistant in this message."""
+        return self.reasoning_content or self.reasoning
+
+
+WITH_MEANING = frozenset({"audio", "function_call", "prefix", "partial"})
+"""Unsupported fields of a message that would change the answer. They are refused; other fields give a warning."""
+
+
+def unread(messages: Sequence[ChatMessage]) -> list[str]:
+    """Return one warning for each unknown field name. It is no error: clients keep their own fields in messages."""
+    names = {name: None for message in messages for name, value in (message.model_extra or {}).items() if value}
+    return [f"messages: {shown(name)} is not read" for name in names]
+
+
+OF_ROLE = dict.fromkeys(("tool_calls", "reasoning_content", "reasoning"), "assistant") | {"tool_call_id": "tool"}
+
+
+def check_messages(messages: Sequence[ChatMessage], most: int) -> None:
+    """Check the number, the roles and the fields of messages; `most` is the limit of messages.
+
+    Raises:
+        ApiError: 400 that names the message and the field.
+    """
+    if len(messages) > most:
+        raise wrong("messages", f"at most {most}, got {len(messages)}")
+    for at, message in enumerate(messages):
+        path = f"messages.{at}"
+        if message.role not in ROLES:
+            remedy = "; answer a call as role tool" if message.role == "function" else ""
+            raise wrong(f"{path}.role", f"must be one of {ROLES_SHOWN}, got {shown(message.role)}{remedy}")
+        for name, role in OF_ROLE.items():
+            if getattr(message, name) and message.role != role:
+                raise wrong(f"{path}.{name}", f"only a message of role {role} has it, not {message.role}")
+        if message.content is None and message.role != "assistant":
+            raise missing(f"{path}.content")
+        if message.role == "tool" and not message.tool_call_id:
+            raise missing(f"{path}.tool_call_id")
+        for call_at, call in enumerate(message.tool_calls):
+            _check_arguments(call, f"{path}.tool_calls.{call_at}.function.arguments")
+        for name, value in (message.model_extra or {}).items():
+            if value and name in WITH_MEANING:
+                extra = path_of(path, name)
+                raise unsupported(extra, f"{shown(value)} is not supported by this server; leave it out")
+
+
+def _check_arguments(call: ToolCall, path: str) -> None:
+    try:
+        found = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise wrong(path, f"must be a JSON object as text, got {shown(call.function.arguments)}")
+
 
 Messages = Annotated[list[ChatMessage], FailFast()]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -59,16 +199,16 @@ class ConversationFields(Strict):
         """
         check_messages(messages, most_messages)
         if len(self.tools) > most_tools:
-            raise _wrong("tools", f"at most {most_tools}, got {len(self.tools)}")
+            raise wrong("tools", f"at most {most_tools}, got {len(self.tools)}")
         names: set[str] = set()
         for at, tool in enumerate(self.tools):
             if isinstance(tool, LeftOutTool):
                 continue
             function, path = tool.function, f"tools.{at}.{tool.type}"
             if function.name in names:
-                raise _wrong(f"{path}.name", f"{shown(function.name)} is the name of another tool")
+                raise wrong(f"{path}.name", f"{shown(function.name)} is the name of another tool")
             if function.schema_of_arguments["type"] != "object":
-                raise _wrong(f"{path}.parameters", "must be the schema of an object")
+                raise wrong(f"{path}.parameters", "must be the schema of an object")
             names.add(function.name)
         if self.tool_choice is not None:
             self._check_choice(self.tool_choice, names)
@@ -81,24 +221,73 @@ class ConversationFields(Strict):
         if wanted.mode == "required" and not names:
             kinds = ", ".join(dict.fromkeys(shown(tool.type) for tool in left_out[:MAX_WARNINGS]))
             why = f" that this server runs: it does not run {kinds}" if kinds else ""
-            raise _wrong("tool_choice", f"needs tools, and there are none{why}")
+            raise wrong("tool_choice", f"needs tools, and there are none{why}")
         for name in wanted.names or ():
             if name in names:
                 continue
             kind = next((tool.type for tool in left_out if name in (tool.name, tool.type)), None)
             if kind is not None:
                 why = f"{shown(name)} is a tool of type {shown(kind)}, which this server does not run; choose another"
-                raise _wrong("tool_choice", why)
-            raise _wrong("tool_choice", f"{shown(name)} is none of the tools")
+                raise wrong("tool_choice", why)
+            raise wrong("tool_choice", f"{shown(name)} is none of the tools")
 
     def _check_continued(self, messages: Sequence[ChatMessage]) -> None:
         if "add_generation_prompt" in self.model_fields_set and self.add_generation_prompt:
-            raise _wrong(
+            raise wrong(
                 "continue_final_message", "contradicts add_generation_prompt: true; send false, or leave it out"
             )
         if messages[-1].role != "assistant" or not messages[-1].content or messages[-1].tool_calls:
-            raise _wrong("continue_final_message", "the last message must be an assistant's, with text and no calls")
+            raise wrong("continue_final_message", "the last message must be an assistant's, with text and no calls")
 
 
-def _wrong(name: str, message: str) -> ApiError:
-    return ApiError(f"{name}: {message}", param=name, code="invalid_value")
+class ChatRequest(ConversationFields, GenerationFields):
+    """The body of /v1/chat/completions. With `include_reasoning` false the answer has no reasoning. With
+    `separate_reasoning` false the reasoning stays in the text of the answer.
+    """
+
+    messages: Messages = Field(min_length=1)
+    parallel_tool_calls: bool = True
+    include_reasoning: bool = True
+    separate_reasoning: bool = True
+    logprobs: bool = False
+    top_logprobs: int | None = Field(default=None, ge=0)
+    add_special_tokens: bool = False
+
+    def top_logprobs_wanted(self) -> int | None:
+        """Return `top_logprobs`, by default 0, if `logprobs` is true. Otherwise return None."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def check(self, model: ModelInfo, limits: RequestLimits) -> None:
+        """Check the shared fields, the messages and the tools."""
+        super().check(model, limits)
+        if self.top_logprobs and not self.logprobs:
+            raise wrong("top_logprobs", "needs logprobs: true")
+        self.check_conversation(self.messages, limits.messages, limits.tools)
+
+
+class TokenizeRequest(ConversationFields):
+    """The body of /tokenize: a prompt or messages."""
+
+    model: str | None = None
+    prompt: Text | None = None
+    messages: Messages = Field(default_factory=list)
+    add_special_tokens: bool | None = None
+
+    @property
+    def special(self) -> bool:
+        """Whether special tokens are added: by default to a prompt, but not to messages: a template adds them."""
+        return not self.messages if self.add_special_tokens is None else self.add_special_tokens
+
+    @classmethod
+    def read(cls, body: Mapping[str, Any]) -> tuple[Self, list[str]]:
+        """Return the request and warnings. Exactly one of `prompt` and `messages` must be sent."""
+        fields, warnings = super().read(body)
+        if (fields.prompt is None) == (not fields.messages):
+            raise wrong("prompt", "send either prompt or messages")
+        return fields, warnings
+
+    def check(self, model: ModelInfo, limits: RequestLimits) -> None:
+        """Check the model name and the messages; raises like `GenerationFields.check`."""
+        check_model(model, self.model)
+        if self.messages:
+            self.check_conversation(self.messages, limits.messages, limits.tools)

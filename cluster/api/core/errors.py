@@ -82,6 +82,26 @@ Envelope = Callable[[ApiError], Mapping[str, Any]]
 """A function that makes the body of an error in the form of one API."""
 
 
+def wrong(param: str, why: str, code: str = "invalid_value") -> ApiError:
+    """Return a 400 for the field `param`, whose path begins the message."""
+    return ApiError(f"{param}: {why}", param=param, code=code)
+
+
+def wrong_type(param: str, expected: str, value: Any) -> ApiError:
+    """Return a 400 for a field whose value has another type than `expected`."""
+    return wrong(param, f"must be {expected}, got {shown(value)}", "invalid_type")
+
+
+def missing(param: str) -> ApiError:
+    """Return a 400 for a field that must be sent."""
+    return wrong(param, "required", "missing_required_parameter")
+
+
+def unsupported(param: str, why: str) -> ApiError:
+    """Return a 400 for a field that this server, or this model, does not honour."""
+    return wrong(param, why, "unsupported_parameter")
+
+
 class ClientGoneError(Exception):
     """The client closed the connection before its answer was complete."""
 
@@ -176,13 +196,13 @@ def invalid(error: ValidationError, *where: object) -> ApiError:
     param = path_of(*where, *first["loc"])
     kind = first["type"]
     if kind == "missing":
-        return ApiError(f"{param}: required", param=param, code="missing_required_parameter")
+        return wrong(param, "required", "missing_required_parameter")
     if kind == "value_error":
         message = str(first["msg"]).removeprefix("Value error, ")
     else:
         message = f"{_plain(kind, first)}, got {shown(first['input'])}"
     wrong_type = kind.endswith("_type")
-    return ApiError(f"{param}: {message}", param=param, code="invalid_type" if wrong_type else "invalid_value")
+    return wrong(param, message, "invalid_type" if wrong_type else "invalid_value")
 
 
 def _plain(kind: str, complaint: Mapping[str, Any]) -> str:

@@ -1,19 +1,15 @@
-"""Every request field that clients of OpenAI, vLLM and SGLang send, and how this server treats it.
+"""The base of all request bodies, and how each of their fields is treated: honoured, ignored, refused or unknown.
 
-There are three kinds of fields:
-
-- honoured: the models in `.protocol` have the field.
-- harmless: the field cannot change the answer, so it is ignored.
-- refused: only a neutral value, which means "off", is accepted.
-
-A field in no table is ignored with a warning. The other APIs have their own tables of the same three kinds.
+Types are strict: `"5"`, `true` and `5.5` are not the integer 5.
 """
 
 import difflib
-from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping
+from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
 
-from cluster.api.core.errors import ApiError, shown
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+
+from cluster.api.core.errors import ApiError, invalid, shown, unsupported, wrong, wrong_type
 
 WARNING_HEADER = "x-aerie-warning"
 MAX_WARNINGS = 8  # unknown fields that are named, with a suggestion; further ones are only counted
@@ -28,143 +24,68 @@ SPELLINGS: dict[str, str] = {
 
 # Harmless: these label, meter or route a call, or tune a feature that only a refused field can switch on.
 HARMLESS = frozenset(
-    {
-        "user",
-        "metadata",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "session_id",
-        "conversation_id",
-        "parallel_tool_calls",
-        "separate_reasoning",
-        "stream_reasoning",
-        "include_reasoning",
-        "spaces_between_special_tokens",
-        "return_cached_tokens_details",
-        "guided_decoding_backend",
-    }
+    (
+        *("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "session_id"),
+        *("conversation_id", "parallel_tool_calls", "separate_reasoning", "stream_reasoning", "include_reasoning"),
+        *("spaces_between_special_tokens", "return_cached_tokens_details", "guided_decoding_backend"),
+    )
 )
 
-_EMPTY: tuple[Any, ...] = ("", [], {})
-# Refused fields, each with its neutral values, which mean "off" and are accepted. null is accepted for every field.
+# Refused fields, with the neutral values that mean "off" and are accepted. null is accepted for every field.
 REFUSED: dict[str, tuple[Any, ...]] = {
-    # Penalties and other changes to the distribution.
-    "repeat_penalty": (1,),
-    "length_penalty": (1,),
-    "no_repeat_ngram_size": (0,),
-    "bad_words_token_ids": ([],),
-    "logits_processors": ([],),
-    "custom_logit_processor": (),
-    "custom_params": ({},),
-    "typical_p": (1,),
-    "top_a": (0,),
-    "tfs": (1,),
-    "epsilon_cutoff": (0,),
-    "eta_cutoff": (0,),
-    "dry_multiplier": (0,),
-    "xtc_probability": (0,),
-    "mirostat": (0,),
-    "mirostat_mode": (0,),
-    "dynatemp_range": (0,),
-    # Other ways to search or to stop.
-    "best_of": (1,),
-    "use_beam_search": (False,),
-    "num_beams": (1,),
-    "early_stopping": (False,),
-    "max_new_tokens": (),
-    "stop_regex": _EMPTY,
-    "stop_token": (),
-    "max_time": (),
-    "thinking_token_budget": (),
-    "repetition_detection": (),
-    "thinking": ({},),
-    # Structure and tools.
-    "grammar": _EMPTY,
-    "guided_whitespace_pattern": (),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
+    **dict.fromkeys(
+        (
+            *("custom_logit_processor", "max_new_tokens", "stop_token", "max_time", "thinking_token_budget"),
+            *("repetition_detection", "guided_whitespace_pattern", "web_search_options", "prediction", "moderation"),
+            *("audio", "prompt_embeds", "input_ids", "input_embeds", "image_data", "video_data", "audio_data"),
+            *("mm_payload", "min_dynamic_patch", "max_dynamic_patch", "task", "chat_template", "token_ids_logprob"),
+            *("logprob_token_ids", "sampling_logprobs_mode", "lora_path", "lora_request", "adapter_id"),
+            *("bootstrap_host", "bootstrap_port", "bootstrap_room", "disagg_prefill_dp_rank", "extra_key"),
+        ),
+        (),
+    ),
+    **dict.fromkeys(
+        (
+            *("use_beam_search", "early_stopping", "echo", "return_mm_kwargs", "use_audio_in_video"),
+            *("continue_final_message", "return_logprob", "return_text_in_logprobs", "return_hidden_states"),
+            *("return_routed_experts", "return_prompt_text", "return_token_offsets", "return_sampling_mask"),
+            *("return_input_ids_in_sglext", "return_output_ids_in_sglext", "return_flat_raw_output_top_logprobs"),
+            *("return_flat_raw_top_logprobs_b64", "return_meta_info", "return_spec_tokens_details"),
+            *("return_prompt_token_ids", "return_bytes", "store", "background", "watermark", "watermarking"),
+        ),
+        (False,),
+    ),
+    **dict.fromkeys(
+        (
+            *("custom_params", "thinking", "reasoning", "mm_processor_kwargs", "media_io_kwargs", "images_config"),
+            *("video_config", "kv_transfer_params", "ec_transfer_params", "custom_labels", "session_params"),
+            *("sampling_params", "vllm_xargs", "extra_body", "nvext"),
+        ),
+        ({},),
+    ),
+    **dict.fromkeys(
+        (
+            *("no_repeat_ngram_size", "top_a", "epsilon_cutoff", "eta_cutoff", "dry_multiplier", "xtc_probability"),
+            *("mirostat", "mirostat_mode", "dynatemp_range", "top_logprobs_num", "routed_experts_prompt_start"),
+            *("routed_experts_start_len", "priority"),
+        ),
+        (0,),
+    ),
+    **dict.fromkeys(
+        (*("repeat_penalty", "length_penalty", "typical_p", "tfs", "best_of", "num_beams", "stream_interval"),), (1,)
+    ),
+    **dict.fromkeys(("bad_words_token_ids", "logits_processors", "tools", "functions", "documents"), ([],)),
+    **dict.fromkeys(("stop_regex", "grammar"), ("", [], {})),
+    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
     "reasoning_effort": ("none",),
-    "reasoning": ({},),
     "verbosity": ("medium",),
-    "web_search_options": (),
-    "prediction": (),
-    "moderation": (),
-    # Inputs and outputs of other kinds.
-    "echo": (False,),
     "suffix": ("",),
     "modalities": (["text"],),
-    "audio": (),
-    "prompt_embeds": (),
-    "input_ids": (),
-    "input_embeds": (),
-    "image_data": (),
-    "video_data": (),
-    "audio_data": (),
-    "mm_processor_kwargs": ({},),
-    "media_io_kwargs": ({},),
-    "mm_payload": (),
-    "return_mm_kwargs": (False,),
-    "images_config": ({},),
-    "video_config": ({},),
-    "min_dynamic_patch": (),
-    "max_dynamic_patch": (),
-    "use_audio_in_video": (False,),
-    "task": (),
-    "documents": ([],),
-    "chat_template": (),
-    "continue_final_message": (False,),
     "skip_special_tokens": (True,),
     "logprob_start_len": (-1,),
-    "top_logprobs_num": (0,),
-    "return_logprob": (False,),
-    "token_ids_logprob": (),
-    "logprob_token_ids": (),
-    "return_text_in_logprobs": (False,),
-    "return_hidden_states": (False,),
-    "return_routed_experts": (False,),
-    "routed_experts_prompt_start": (0,),
-    "routed_experts_start_len": (0,),
-    "return_prompt_text": (False,),
-    "return_token_offsets": (False,),
-    "return_sampling_mask": (False,),
-    "return_input_ids_in_sglext": (False,),
-    "return_output_ids_in_sglext": (False,),
-    "return_flat_raw_output_top_logprobs": (False,),
-    "return_flat_raw_top_logprobs_b64": (False,),
-    "sampling_logprobs_mode": (),
     "truncation_side": ("left",),
-    "return_meta_info": (False,),
-    "return_spec_tokens_details": (False,),
-    "return_prompt_token_ids": (False,),
-    "return_bytes": (False,),
-    "stream_interval": (1,),
-    # Serving.
-    "store": (False,),
-    "background": (False,),
     "service_tier": ("auto", "default"),
-    "priority": (0,),
-    "lora_path": (),
-    "lora_request": (),
-    "adapter_id": (),
-    "bootstrap_host": (),
-    "bootstrap_port": (),
-    "bootstrap_room": (),
-    "kv_transfer_params": ({},),
-    "ec_transfer_params": ({},),
-    "disagg_prefill_dp_rank": (),
-    "watermark": (False,),
-    "watermarking": (False,),
-    "custom_labels": ({},),
     "prompt_cache_options": ({}, {"mode": "implicit"}),
-    "extra_key": (),
-    "session_params": ({},),
-    "sampling_params": ({},),
-    "vllm_xargs": ({},),
-    "extra_body": ({},),
-    "nvext": ({},),
 }
 
 REMEDIES: dict[str, str] = {
@@ -223,7 +144,7 @@ def sort_fields(
         ours = SPELLINGS.get(name, name)
         if ours in honoured:
             if ours in kept and kept[ours] != value:
-                raise ApiError(f"{name}: given twice, as {ours} too; send one", param=name, code="invalid_value")
+                raise wrong(name, f"given twice, as {ours} too; send one")
             kept[ours] = value
         elif name in table.refused or name in table.remedies:
             if not any(_same(value, neutral) for neutral in table.refused.get(name, ())):
@@ -252,11 +173,137 @@ def warning_headers(warnings: list[str]) -> dict[str, str]:
 def _refusal(name: str, value: Any, table: FieldTable) -> ApiError:
     neutral = table.refused.get(name, ())
     remedy = table.remedies.get(name) or (f"leave it out or send {shown(neutral[0])}" if neutral else "leave it out")
-    return ApiError(
-        f"{name}: {shown(value)} is not supported by this server; {remedy}", param=name, code="unsupported_parameter"
-    )
+    return unsupported(name, f"{shown(value)} is not supported by this server; {remedy}")
 
 
 def _same(value: Any, neutral: Any) -> bool:
     """Whether two JSON values are equal: 1 equals 1.0, but 0 does not equal false."""
     return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
+
+
+Part = TypeVar("Part", bound=BaseModel)
+Item = TypeVar("Item")
+
+
+class Strict(BaseModel):
+    """Base of the request models. `table` lists the fields that a body does not honour."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, protected_namespaces=())
+    table: ClassVar[FieldTable] = GENERATION
+
+    @classmethod
+    def honoured(cls) -> Collection[str]:
+        """Return the names of the fields that this body honours."""
+        return cls.model_fields
+
+    @classmethod
+    def read(cls, body: Mapping[str, Any]) -> tuple[Self, list[str]]:
+        """Return the request in a JSON body, and warnings about unknown fields.
+
+        Raises:
+            ApiError: 400 that names the first wrong field.
+        """
+        kept, warnings = sort_fields(body, cls.honoured(), cls.table)
+        try:
+            return cls.model_validate(kept), warnings
+        except ValidationError as error:
+            raise invalid(error) from None
+
+
+def read_at(kind: type[Part], value: Any, path: str) -> Part:
+    """Validate a part of a body as a `kind`; `path` is the path of the part.
+
+    Raises:
+        ApiError: 400 that names the wrong field, with `path` before it.
+    """
+    if not isinstance(value, dict):
+        raise wrong_type(path, "an object", value)
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        raise invalid(error, path) from None
+
+
+def read_each(value: Any, read: Callable[[Any, str], Item], path: str) -> list[Item]:
+    """Return the items of a list, each read by `read`, which gets the item and its path. ValueError for other types."""
+    if not isinstance(value, list):
+        raise ValueError(f"must be a list, got {shown(value)}")
+    return [read(item, f"{path}.{at}") for at, item in enumerate(value)]
+
+
+def require(*checks: tuple[object, str, str]) -> None:
+    """Raise a 400 for the first check that fails. A check is a condition, the field's path, and what must hold."""
+    for holds, param, why in checks:
+        if not holds:
+            raise wrong(param, why)
+
+
+def readable(text: str) -> str:
+    """Return `text`. Raise ValueError if UTF-8 cannot encode it: a JSON escape may be half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"character {error.start} is half of a surrogate pair, which is not text") from None
+    return text
+
+
+def list_of_stops(value: Any) -> Any:
+    """Return a single stop string as a list of one; any other value unchanged."""
+    return [value] if isinstance(value, str) else value
+
+
+def list_of_prompts(value: Any) -> list[Any]:
+    """Return `str | list[str] | list[int] | list[list[int]]` as a list of prompts. ValueError for anything else."""
+    if isinstance(value, str):
+        return [readable(value)]
+    shape = "must be a string, a list of strings, a list of token ids or a list of such lists"
+    if not isinstance(value, list):
+        raise ValueError(f"{shape}, got {shown(value)}")
+    if not value:
+        raise ValueError("must not be an empty list")
+    first = value[0]
+    if isinstance(first, str):
+        _all_of(str, value, "strings")
+        return [readable(text) for text in value]
+    if isinstance(first, list):
+        for at, ids in enumerate(value):
+            if not isinstance(ids, list):
+                raise ValueError(f"item {at} must be a list of token ids like the first, got {shown(ids)}")
+            _all_of(int, ids, "token ids", f"item {at}: ")
+        return value
+    if not isinstance(first, int) or isinstance(first, bool):
+        raise ValueError(f"{shape}, got a list that begins with {shown(first)}")
+    _all_of(int, value, "token ids")
+    return [value]
+
+
+def _all_of(kind: type, items: list[Any], what: str, where: str = "") -> None:
+    for at, item in enumerate(items):
+        if type(item) is not kind:
+            raise ValueError(f"{where}must hold {what} only, got {shown(item)} at position {at}")
+
+
+def text_of_parts(value: Any, kinds: Mapping[str, str]) -> str:
+    """Return a string, or the joined texts of a list of parts; `kinds` maps the type of a part to its text field.
+
+    Raises:
+        ValueError: the value has another type, a part is of another type (such as an image), or a text is invalid.
+    """
+    if isinstance(value, str):
+        return readable(value)
+    if not isinstance(value, list):
+        raise ValueError(f"must be a string or a list of text parts, got {shown(value)}")
+    texts = []
+    for at, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else None
+        name = kinds.get(kind) if isinstance(kind, str) else None
+        if name is None:
+            got = shown(part if kind is None else kind)
+            raise ValueError(f"part {at} must be of type {' or '.join(kinds)}: this model reads text, not {got}")
+        if not isinstance(part.get(name), str):
+            raise ValueError(f"part {at}: {name} must be a string, got {shown(part.get(name))}")
+        texts.append(readable(part[name]))
+    return "".join(texts)
+
+
+Text = Annotated[str, AfterValidator(readable)]

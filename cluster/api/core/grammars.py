@@ -3,9 +3,9 @@
 import asyncio
 import logging
 
-from cluster.api.core.constraints import OutputConstraint, refused
-from cluster.api.core.errors import RETRY_AFTER_S, ApiError
-from cluster.api.core.service import ModelInfo
+from cluster.api.core.constraints import OutputConstraint
+from cluster.api.core.errors import RETRY_AFTER_S, ApiError, unsupported, wrong
+from cluster.api.core.limits import ModelInfo
 from cluster.api.core.tokenizer import ChatTokenizer
 from cluster.config import ConfigError
 from cluster.grammar.asked import GrammarError
@@ -40,16 +40,15 @@ class Grammars:
         """
         field = constraint.field
         if self._tokenizer is None:
-            message = f"{field}: this model is served without a tokenizer, which a grammar needs; leave it out"
-            raise ApiError(message, param=field, code="unsupported_parameter")
+            raise unsupported(field, "this model is served without a tokenizer, which a grammar needs; leave it out")
         try:
             # Shielded: several requests wait for this task, so cancelling one of the requests must not cancel the task.
             compiler = await asyncio.shield(self._made(self._tokenizer))
             return await compiler.compile(constraint.grammar)
         except GrammarError as error:
-            raise refused(error, field) from None
+            raise wrong(field, str(error)) from None
         except ConfigError as error:
-            raise ApiError(f"{field}: {error}", param=field, code="unsupported_parameter") from None
+            raise unsupported(field, str(error)) from None
         except CompilerError as error:
             logger.exception("a grammar cannot be compiled")
             raise ApiError(

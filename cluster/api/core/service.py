@@ -1,80 +1,12 @@
-"""Interfaces of what the REST layer uses (engine, model, tokenizer, metrics), and its limits. Does not import Ray."""
+"""Interfaces of what the REST layer uses: engine, model, tokenizer, metrics. Does not import Ray."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Protocol, Self
+from typing import Protocol
 
 from cluster.actors.messages import EngineClient
 from cluster.api.core.constraints import OutputConstraint
+from cluster.api.core.limits import ModelInfo
 from cluster.api.core.tokenizer import ChatTokenizer
-from cluster.api.proxy.middleware import BYTES_PER_S, GRACE_S
 from cluster.observability.metrics import ServingMetrics
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """The one model that is served. `created` is Unix seconds.
-
-    `context_length` is the largest number of tokens of a request, prompt and output together. `kv_room` is the number
-    of tokens of one request that fit into the KV cache of a rank, or None if unknown. Token ids of a prompt lie below
-    `vocab_size`; `eos_token_ids` end an output. `sampling` maps names of request fields to the defaults that the
-    model's makers recommend.
-    """
-
-    model_id: str
-    context_length: int
-    vocab_size: int
-    created: int
-    kv_room: int | None = None
-    eos_token_ids: tuple[int, ...] = ()
-    sampling: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def room(self) -> int:
-        """The largest number of tokens of a request that is served: the context, or less if the KV cache is small."""
-        return self.context_length if self.kv_room is None else min(self.context_length, self.kv_room)
-
-
-LEAST_BODY = 1 << 20  # bytes
-BODY_BYTES_PER_TOKEN = 32  # per token of the context; a token is 3 to 5 bytes of text, or 6 per JSON-escaped character
-BODIES_HELD = 128  # bodies of the full length that may be in memory at once
-LEAST_MESSAGES = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class RequestLimits:
-    """Limits of one call, shown by /server_info. A call beyond a limit gets a 400. For the limits of the body it gets a
-    413 (size), 408 (time) or 503 (memory).
-    """
-
-    body_bytes: int = LEAST_BODY
-    held_bytes: int = BODIES_HELD * LEAST_BODY  # of all bodies being read and encoded; more give a 503
-    body_grace_s: float = GRACE_S  # a body must arrive within body_grace_s + (bytes so far) / body_bytes_per_s
-    body_bytes_per_s: int = BYTES_PER_S
-    choices: int = 128  # n
-    sequences: int = 128  # prompts * n
-    messages: int = LEAST_MESSAGES
-    tools: int = 256
-    stops: int = 64
-    stop_characters: int = 256
-    stop_token_ids: int = 64
-    bad_words: int = 64
-    logprobs: int = 20
-    prompt_logprobs: int = 1 << 18  # of a call: tokens of all its sequences' prompts * (1 + alternatives)
-    default_completion_tokens: int = (
-        16  # default max_tokens of /v1/completions, as at OpenAI; a chat may fill the context
-    )
-
-    @classmethod
-    def of(cls, context_length: int) -> Self:
-        """Return the limits that follow from a model's context length in tokens.
-
-        A body may have 32 bytes per token of the context, and at least 1 MiB. So a full context fits, also as token ids
-        (at most 9 bytes each) or as text that JSON escapes. A conversation may have one message per 4 tokens of the
-        context, and at least 1,024: in the usual chat formats the markers around a message alone take 4 tokens.
-        """
-        body = max(LEAST_BODY, BODY_BYTES_PER_TOKEN * context_length)
-        return cls(body_bytes=body, held_bytes=BODIES_HELD * body, messages=max(LEAST_MESSAGES, context_length // 4))
 
 
 class GrammarCompiler(Protocol):

@@ -10,9 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator
 
-from cluster.api.core.content import Strict, Text, read_at
-from cluster.api.core.errors import ApiError, shown
-from cluster.api.core.fields import MAX_WARNINGS
+from cluster.api.core.errors import missing, shown
+from cluster.api.core.fields import MAX_WARNINGS, Strict, Text, read_at, read_each
 from cluster.chat import custom
 
 logger = logging.getLogger(__name__)
@@ -127,9 +126,7 @@ def read_tools(value: Any) -> list[AnyTool]:
         ApiError: 400 that names the tool and the field.
         ValueError: `value` is not a list.
     """
-    if not isinstance(value, list):
-        raise ValueError(f"must be a list, got {shown(value)}")
-    return [_read(tool, f"tools.{at}") for at, tool in enumerate(value)]
+    return read_each(value, _read, "tools")
 
 
 def _read(value: Any, path: str) -> AnyTool:
@@ -146,7 +143,7 @@ def _read(value: Any, path: str) -> AnyTool:
 def _checked(tool: ChatCustomTool, path: str) -> ChatCustomTool:
     asked = tool.custom.format
     if asked is not None and asked.type == "grammar" and asked.grammar is None:
-        raise ApiError(f"{path}.grammar: required", param=f"{path}.grammar", code="missing_required_parameter")
+        raise missing(f"{path}.grammar")
     return tool
 
 

@@ -1,18 +1,19 @@
-"""Translates bodies of other APIs into chat requests, and the fields in errors back into those of the body."""
+"""Bodies of other APIs that become chat requests, and the chat messages that are built from their items or blocks."""
 
 import json
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 from pydantic import ConfigDict
 
 from cluster.api.core import constraints, fields
-from cluster.api.core.content import Strict
-from cluster.api.core.errors import ApiError, path_of, shown
-from cluster.api.core.fields import FieldTable
-from cluster.api.core.penalties import PenaltyFields
-from cluster.api.core.protocol import ChatRequest
+from cluster.api.core.adapter import Origins
+from cluster.api.core.conversation import ChatRequest
+from cluster.api.core.errors import ApiError, path_of, shown, unsupported
+from cluster.api.core.fields import FieldTable, Strict
+from cluster.api.core.generation import PenaltyFields
+from cluster.api.core.limits import RequestLimits
+from cluster.api.core.service import Served
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids", "ignore_eos")
 OTHERS = ("stop", "include_stop_str_in_output", "routed_dp_rank", "request_id", "cache_salt")
@@ -20,42 +21,6 @@ CHATS = ("chat_template_kwargs", "include_reasoning", "separate_reasoning")
 FORMS = ("structured_outputs", *constraints.FIELDS)
 EXTENSIONS = frozenset({*PenaltyFields.model_fields, *FORMS, *SAMPLING, *OTHERS, *CHATS})
 """Fields of a chat request that every API takes under the same name, with the same meaning and the same errors."""
-
-
-class Origins:
-    """Maps fields of a chat request to the fields of the body they came from, by prefixes of their paths."""
-
-    def __init__(self, names: Mapping[str, str]) -> None:
-        self._names = names
-
-    def own(self, path: str) -> str:
-        """Return the path in the body for a path in the chat request; the longest known prefix decides."""
-        parts = path.split(".")
-        for count in range(len(parts), 0, -1):
-            found = self._names.get(".".join(parts[:count]))
-            if found is not None:
-                return path_of(found, *parts[count:])
-        return path
-
-    def reworded(self, warning: str) -> str:
-        """Return a warning, which begins with a path in the chat request, with the path in the body instead."""
-        path, _, about = warning.partition(":")
-        return f"{self.own(path)}:{about}"
-
-    @contextmanager
-    def named(self) -> Iterator[None]:
-        """Inside this context, an `ApiError` that leaves it names the field of the body."""
-        try:
-            yield
-        except ApiError as error:
-            if error.param is None:
-                raise
-            param = self.own(error.param)
-            message = error.message
-            if message.startswith(f"{error.param}:"):
-                message = param + message.removeprefix(error.param)
-            kept = {"status": error.status, "code": error.code, "kind": error.kind, "headers": error.headers}
-            raise ApiError(message, param=param, **kept) from None  # type: ignore[arg-type]
 
 
 class Translated(NamedTuple):
@@ -79,6 +44,17 @@ class TranslatedBody(Strict):
     def asked_beside(self) -> dict[str, Any]:
         """Return the extensions in this body, unchanged."""
         return dict(self.model_extra or {})
+
+    def checked(self, service: Served, limits: RequestLimits) -> Translated:
+        """Return this body as a chat request that is checked against the model and the limits.
+
+        Raises:
+            ApiError: the body cannot be served; the error names the field of this body.
+        """
+        chat, origins = self.translated()
+        with origins.named():
+            chat.check(service.model, limits)
+        return Translated(chat.filled(service.model.sampling), origins)
 
     def translated(self) -> Translated:
         """Return this body as a chat request.
@@ -128,5 +104,73 @@ def readable_json(value: Any) -> Any:
 
 def not_taken(path: str, value: Any, remedy: str) -> ApiError:
     """Return a 400 for a part of a body that this server knows and does not honour."""
-    message = f"{path}: {shown(value)} is not supported by this server; {remedy}"
-    return ApiError(message, param=path, code="unsupported_parameter")
+    return unsupported(path, f"{shown(value)} is not supported by this server; {remedy}")
+
+
+class Dialogue:
+    """Chat messages, built from parts in order. An assistant's turn (reasoning, text, tool calls) becomes one message.
+
+    `origins` maps the path of each message and part to the path of its source in the other API's body. The methods take
+    the path of the source as `origin`.
+    """
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.origins: dict[str, str] = {}
+        self._turn: dict[str, Any] | None = None
+
+    def say(self, role: str, text: str, origin: str, at: str = "content") -> None:
+        """Add a message, or the text of the assistant's turn. The text came from the field `at` of `origin`, or from
+        `origin` itself if `at` is empty.
+        """
+        if role == "assistant":
+            turn = self._assistant(origin, not_after=("content", "tool_calls"))
+            turn["content"] = text
+        else:
+            self._add({"role": role, "content": text}, origin)
+        self.origins[f"{self._last}.content"] = path_of(origin, at) if at else origin
+
+    def think(self, text: str, origin: str) -> None:
+        """Add the reasoning that precedes the assistant's next text or tool call."""
+        turn = self._assistant(origin, not_after=("reasoning_content", "content", "tool_calls"))
+        turn["reasoning_content"] = text
+        self.origins[f"{self._last}.reasoning_content"] = origin
+
+    def call(self, call_id: str, name: str, arguments: str, origin: str, id_at: str) -> None:
+        """Add a tool call of the assistant; its id came from the field `id_at` of `origin`."""
+        turn = self._assistant(origin, not_after=())
+        calls = turn.setdefault("tool_calls", [])
+        path = f"{self._last}.tool_calls.{len(calls)}"
+        self.origins |= {path: origin, f"{path}.function": origin, f"{path}.id": path_of(origin, id_at)}
+        function = {"name": name, "arguments": arguments}
+        calls.append({"id": call_id, "type": "function", "function": function})
+
+    def result(self, call_id: str, text: str, origin: str, id_at: str, at: str) -> None:
+        """Add the result of a tool; text and id came from the fields `at` and `id_at` of `origin`."""
+        self._add({"role": "tool", "tool_call_id": call_id, "content": text}, origin)
+        self.origins[f"{self._last}.tool_call_id"] = path_of(origin, id_at)
+        self.origins[f"{self._last}.content"] = path_of(origin, at)
+
+    def end_turn(self) -> None:
+        """End the assistant's turn: its next part begins a new message."""
+        self._turn = None
+
+    @property
+    def _last(self) -> str:
+        return f"messages.{len(self.messages) - 1}"
+
+    def _add(self, message: dict[str, Any], origin: str) -> dict[str, Any]:
+        self._turn = None
+        self.messages.append(message)
+        self.origins[self._last] = origin
+        return message
+
+    def _assistant(self, origin: str, not_after: tuple[str, ...]) -> dict[str, Any]:
+        """Return the assistant's open message. If no message is open, or the open one already has a part in
+        `not_after`, add a new message and return that.
+        """
+        turn = self._turn
+        if turn is None or any(turn.get(part) for part in not_after):
+            turn = self._add({"role": "assistant", "content": ""}, origin)
+            self._turn = turn
+        return turn

@@ -4,53 +4,27 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
-from cluster.api.core.api_keys import cache_salt
-from cluster.api.core.body import BodyReader
-from cluster.api.core.chat_format import ChatOutput, chat_of
-from cluster.api.core.choices import Delta, OutputSequence, run
-from cluster.api.core.echo import text_of as text_of_prompt
-from cluster.api.core.errors import ApiError, overloaded, shown
+from cluster.api.core.adapter import CoreRequest, GenerateCall, Reader
+from cluster.api.core.constraints import ChatOutput, chat_of, constraint_in
+from cluster.api.core.conversation import ChatRequest, TokenizeRequest
+from cluster.api.core.errors import ApiError, overloaded, shown, unsupported, wrong
 from cluster.api.core.fields import warning_headers
-from cluster.api.core.offload import off_loop
-from cluster.api.core.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    GenerationFields,
-    TokenizeRequest,
-    check_model,
-)
-from cluster.api.core.service import RequestLimits, Served, Service
-from cluster.api.core.stream import EventStream, json_bytes, until_client_leaves
+from cluster.api.core.generation import CompletionRequest, DetokenizeRequest, check_model
+from cluster.api.core.limits import RequestLimits, off_loop
+from cluster.api.core.sequences import Delta, OutputSequence, run
+from cluster.api.core.service import Served, Service
 from cluster.api.core.tokenizer import Encoded
-from cluster.api.http import access_log
-from cluster.api.http.api_adapters import CoreRequest, Reader
-from cluster.api.http.guard import key_of
-from cluster.api.openai.answers import AnswerContext, AnswerShape, Extras
-from cluster.request import Request, RequestParams
-from cluster.tokenizer.tokenizer import StoppedText, TextTokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class GenerateCall:
-    """A parsed call, ready for the engine. `shape` writes its answer; `headers` are the HTTP headers of the answer.
-
-    `scores` is the number of prompt log-probabilities in the answer. If it is large, the answer is serialised off the
-    event loop.
-    """
-
-    call_id: str
-    choices: list[OutputSequence]
-    shape: AnswerShape
-    stream: bool
-    headers: dict[str, str]
-    scores: int = 0
+from cluster.api.core.wire import BodyReader, EventStream, json_bytes, until_client_leaves
+from cluster.api.http.middleware import cache_salt, key_of, note
+from cluster.request import Request
+from cluster.tokenizer.stop_strings import StoppedText
+from cluster.tokenizer.tokenizer import TextTokenizer
 
 
 async def answer(
@@ -70,16 +44,16 @@ async def answer(
             asked = await off_loop(length, lambda: read(service, limits, body))
             salt = cache_salt(key_of(request.scope), asked.fields.cache_salt)
             with asked.origins.named():
-                call = await understand(service, limits, asked, length, salt)
+                call = await prepare(service, limits, asked, length, salt)
     except ApiError as error:
         service.metrics.on_refused("overloaded" if error.code == "overloaded" else "invalid")
         raise
-    access_log.note(request.scope, call.call_id, call.choices)
+    note(request.scope, call.call_id, call.choices)
     for choice in call.choices:
         choice.began(service.metrics.on_start(arrived))
     deltas = run(service.engine, call.choices)
     with asked.origins.named():
-        if call.stream:
+        if asked.fields.stream:
             return await _streamed(request, call, deltas)
         async with aclosing(deltas):
             said = await until_client_leaves(request.receive, _all(deltas))
@@ -116,7 +90,7 @@ async def _all(deltas: AsyncGenerator[Delta, None]) -> list[Delta]:
     return [delta async for delta in deltas]
 
 
-async def understand(
+async def prepare(
     service: Served, limits: RequestLimits, asked: CoreRequest, length: int, salt: int = 0
 ) -> GenerateCall:
     """Prepare all that a call needs before it goes to the engine.
@@ -131,8 +105,8 @@ async def understand(
     Raises:
         ApiError: the request cannot be served; the error names the field at fault.
     """
-    model, fields = service.model, asked.fields
-    tokenizer = service.tokenizer
+    model, fields, tokenizer = service.model, asked.fields, service.tokenizer
+    words = None if tokenizer is None else tokenizer.text
     for field in ("stop", "bad_words"):
         if getattr(fields, field) and tokenizer is None:
             raise _needs_tokenizer(field)
@@ -147,7 +121,7 @@ async def understand(
         constraint, prompts = chat.constraint, [tuple(encoded.ids)]
         blamed, default_tokens = ["messages"], model.room
     else:
-        constraint, prompts = fields.constraint(), await _prompt_ids(service, limits, fields, length)
+        constraint, prompts = constraint_in(fields), await _prompt_ids(service, limits, fields, length)
         blamed = ["prompt"] if len(prompts) == 1 else [f"prompt.{at}" for at in range(len(prompts))]
         default_tokens = limits.default_completion_tokens
 
@@ -155,18 +129,21 @@ async def understand(
     # From here on `prompts` holds the kept tokens; `whole` holds the prompts before truncation.
     whole, prompts = prompts, [fields.kept(ids, model.room, default_tokens) for ids in prompts]
     scores = _scores(fields, prompts, limits)
-    echoes = await off_loop(length, lambda: _echoes(service, fields, whole, prompts))
+    echoes = await off_loop(length, lambda: _echoes(words, fields, whole, prompts))
     call_id, sequence_id = _ids(asked.prefix, fields.request_id)
 
     def make_choices() -> list[OutputSequence]:
         choices: list[OutputSequence] = []
-        adjustments = fields.adjustments(None if tokenizer is None else tokenizer.text, model.vocab_size)
+        adjustments = fields.adjustments(words, model.vocab_size)
         for at, ids in enumerate(prompts):
             if not ids:
-                raise ApiError(f"{blamed[at]}: must not be empty", param=blamed[at], code="invalid_value")
+                raise wrong(blamed[at], "must not be empty")
             params = fields.sampling(model, len(ids), default_tokens, blamed[at])
             for i in range(fields.samples):
-                text = None if tokenizer is None else _text_of(tokenizer.text, ids, params, fields, chat)
+                text = None
+                if words is not None:
+                    include_stop, least = fields.include_stop_str_in_output, fields.min_tokens
+                    text = StoppedText(words, ids, params.stop, include_stop, least, chat.special)
                 own = replace(params, seed=fields.seed_of(i), adjustments=adjustments, grammar=grammar)
                 # If not streamed, only sample 0 computes the prompt's log-probabilities; the other samples get a copy.
                 # The samples of a stream are sent separately, so each sample computes them.
@@ -175,25 +152,12 @@ async def understand(
                 index = len(choices)
                 # 0 is `resumed_tokens`: the sequence is new, not resumed
                 sequence = Request(f"{sequence_id}-{index}", ids, own, 0, fields.routed_dp_rank, salt)
-                choices.append(
-                    OutputSequence(index, at, sequence, text, fields.include_stop_str_in_output, chat.reader())
-                )
+                choices.append(OutputSequence(index, at, sequence, text, chat.reader()))
         return choices
 
     choices = await off_loop(length, make_choices)
-    extras = _extras(fields, echoes)
-    words = None if tokenizer is None else tokenizer.text
-    shape = asked.shape(AnswerContext(call_id, int(time.time()), model.model_id, choices, words, extras))
     headers = warning_headers(warnings) | ({asked.id_header: call_id} if asked.id_header else {})
-    return GenerateCall(call_id, choices, shape, fields.stream, headers, scores)
-
-
-def _text_of(
-    words: TextTokenizer, ids: tuple[int, ...], params: RequestParams, fields: GenerationFields, chat: ChatOutput
-) -> StoppedText:
-    """Return the object that turns the tokens of a sequence into text, and cuts the text at a stop string."""
-    included, least = fields.include_stop_str_in_output, fields.min_tokens
-    return StoppedText(words, ids, params.stop, included, least, chat.special)
+    return GenerateCall(asked, call_id, model.model_id, choices, words, headers, echoes, scores)
 
 
 def _ids(prefix: str, request_id: str | None) -> tuple[str, str]:
@@ -205,23 +169,11 @@ def _ids(prefix: str, request_id: str | None) -> tuple[str, str]:
     return call_id, f"{call_id}-{unique[:8]}" if request_id else call_id
 
 
-def _extras(fields: CompletionRequest | ChatRequest, echoes: tuple[str, ...]) -> Extras:
-    options = fields.stream_options
-    return Extras(
-        ids_as_text=fields.return_tokens_as_token_ids,
-        token_ids=fields.return_token_ids,
-        usage_at_end=options is not None and options.include_usage,
-        usage_in_chunks=options is not None and options.continuous_usage_stats,
-        thought=not isinstance(fields, ChatRequest) or fields.include_reasoning,
-        logprobs=fields.top_logprobs_wanted(),
-        prompt_logprobs=fields.prompt_logprobs,
-        echoes=echoes,
-        best=fields.n if fields.samples > fields.n else None,
-    )
-
-
 def _echoes(
-    service: Served, fields: CompletionRequest | ChatRequest, whole: list[tuple[int, ...]], kept: list[tuple[int, ...]]
+    words: TextTokenizer | None,
+    fields: CompletionRequest | ChatRequest,
+    whole: list[tuple[int, ...]],
+    kept: list[tuple[int, ...]],
 ) -> tuple[str, ...]:
     """Return the prompt texts with which an answer with `echo` begins; empty without `echo`. `whole` are the prompts,
     `kept` the prompts after truncation. A prompt that was truncated or sent as token ids is decoded from its kept
@@ -229,11 +181,12 @@ def _echoes(
     """
     if not isinstance(fields, CompletionRequest) or not fields.echo:
         return ()
-    tokenizer = None if service.tokenizer is None else service.tokenizer.text
     texts = []
     for given, ids, left in zip(fields.prompt, whole, kept, strict=True):
-        as_it_came = given if isinstance(given, str) and len(left) == len(ids) else None
-        texts.append(text_of_prompt(as_it_came, left, tokenizer))
+        if isinstance(given, str) and len(left) == len(ids):
+            texts.append(given)
+        else:  # an incomplete character at the end is left out, because the output may complete it
+            texts.append("" if words is None else words.settled(words.textual(left)))
     return tuple(texts)
 
 
@@ -249,11 +202,10 @@ def _scores(fields: CompletionRequest | ChatRequest, prompts: list[tuple[int, ..
     scores = sum(map(len, prompts)) * fields.samples * (wanted + 1)  # + 1: the prompt token itself
     if scores > limits.prompt_logprobs:
         param = "echo" if fields.prompt_logprobs is None else "prompt_logprobs"
-        raise ApiError(
-            f"{param}: the answer would hold {scores} log-probabilities of prompts, more than the "
+        raise wrong(
+            param,
+            f"the answer would hold {scores} log-probabilities of prompts, more than the "
             f"{limits.prompt_logprobs} of one call; ask for fewer alternatives, or send several requests",
-            param=param,
-            code="invalid_value",
         )
     return scores
 
@@ -285,15 +237,20 @@ async def tokens_of(service: Service, fields: TokenizeRequest, length: int) -> t
     return tuple(await service.tokenizer.encode(fields.prompt, fields.special, length))
 
 
-async def count_of(service: Service, asked: CoreRequest, length: int) -> int:
-    """Return the number of prompt tokens of a conversation. `length` is the length of the body in bytes.
+async def count(
+    service: Service, limits: RequestLimits, intake: BodyReader, request: HttpRequest, read: Reader
+) -> tuple[int, list[str]]:
+    """Return the number of prompt tokens of a conversation, and warnings about its body.
 
     Raises:
-        ApiError: the model has no tokenizer or no chat template, or the template refuses the conversation.
+        ApiError: the body cannot be served, the model has no tokenizer or no chat template, or the template refuses it.
     """
-    assert isinstance(asked.fields, ChatRequest)
-    with asked.origins.named():
-        return len((await _encoded(service, asked.fields, length, asked.fields.add_special_tokens)).ids)
+    async with intake.json(request) as (body, length):
+        asked = await off_loop(length, lambda: read(service, limits, body))
+        assert isinstance(asked.fields, ChatRequest)
+        with asked.origins.named():
+            encoded = await _encoded(service, asked.fields, length, asked.fields.add_special_tokens)
+    return len(encoded.ids), asked.warnings
 
 
 async def text_of(service: Service, fields: DetokenizeRequest, length: int) -> str:
@@ -311,9 +268,8 @@ async def text_of(service: Service, fields: DetokenizeRequest, length: int) -> s
 
 def _check_ids(ids: Sequence[int], vocab: int, param: str) -> None:
     if ids and not (min(ids) >= 0 and max(ids) < vocab):
-        wrong = shown(next(token for token in ids if not 0 <= token < vocab))
-        message = f"{param}: token id {wrong} lies outside the vocabulary [0, {vocab})"
-        raise ApiError(message, param=param, code="invalid_value")
+        outside = shown(next(token for token in ids if not 0 <= token < vocab))
+        raise wrong(param, f"token id {outside} lies outside the vocabulary [0, {vocab})")
 
 
 async def _prompt_ids(
@@ -322,11 +278,10 @@ async def _prompt_ids(
     prompts = fields.prompt
     if len(prompts) * fields.samples > limits.sequences:
         many = "n" if fields.samples == fields.n else "best_of"
-        raise ApiError(
-            f"prompt: {len(prompts)} prompts with {many} = {fields.samples} make {len(prompts) * fields.samples} "
+        raise wrong(
+            "prompt",
+            f"{len(prompts)} prompts with {many} = {fields.samples} make {len(prompts) * fields.samples} "
             f"sequences, more than the {limits.sequences} of one request; send several requests",
-            param="prompt",
-            code="invalid_value",
         )
     vocab, special, found = service.model.vocab_size, fields.add_special_tokens, []
     context = None if fields.truncate_prompt_tokens else service.model.context_length
@@ -343,8 +298,4 @@ async def _prompt_ids(
 
 
 def _needs_tokenizer(field: str) -> ApiError:
-    return ApiError(
-        f"{field}: this model is served without a tokenizer; send token ids as prompt to /v1/completions",
-        param=field,
-        code="unsupported_parameter",
-    )
+    return unsupported(field, "this model is served without a tokenizer; send token ids as prompt to /v1/completions")

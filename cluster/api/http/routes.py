@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -13,30 +14,36 @@ from starlette.routing import Route
 
 from cluster import __version__
 from cluster.actors.messages import GangStatus
-from cluster.api.anthropic.errors import ENVELOPE
 from cluster.api.anthropic.request import CountRequest, MessagesRequest
+from cluster.api.anthropic.shape import ENVELOPE, read_message
 from cluster.api.core import errors
+from cluster.api.core.adapter import checked
 from cluster.api.core.api_keys import PAGE, ApiKeys
-from cluster.api.core.body import BodyReader
+from cluster.api.core.conversation import ChatRequest, TokenizeRequest
 from cluster.api.core.errors import RESTART_S, ApiError, shown, unavailable
 from cluster.api.core.fields import WARNING_HEADER, warning_headers
-from cluster.api.core.offload import off_loop
-from cluster.api.core.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, check_model
-from cluster.api.core.service import RequestLimits, Service
-from cluster.api.core.stream import json_bytes
+from cluster.api.core.generation import CompletionRequest, DetokenizeRequest, check_model
+from cluster.api.core.limits import RequestLimits, off_loop
+from cluster.api.core.service import Service
+from cluster.api.core.wire import BodyReader, json_bytes
 from cluster.api.http import calls
-from cluster.api.http.access_log import AccessLog
-from cluster.api.http.api_adapters import asked_chat, asked_message, asked_response, asked_text, checked
-from cluster.api.http.docs_page import POLICY, page_of
-from cluster.api.http.drain import Drain, DrainMiddleware
-from cluster.api.http.error_envelopes import envelope_of
-from cluster.api.http.guard import Guard, is_anonymous, key_of
-from cluster.api.http.head_requests import HeadAsGet
-from cluster.api.http.openapi import OtherApi, body_of, describe
-from cluster.api.http.server_info import facts_of
-from cluster.api.http.server_state import state_of
+from cluster.api.http.middleware import (
+    AccessLog,
+    Drain,
+    DrainMiddleware,
+    Guard,
+    HeadAsGet,
+    SlashBehindPrefix,
+    envelope_of,
+    is_anonymous,
+    key_of,
+)
+from cluster.api.http.openapi import POLICY, OtherApi, body_of, describe, page_of
+from cluster.api.http.server_state import facts_of, state_of
+from cluster.api.openai.answers import read_chat, read_completion
 from cluster.api.openai.responses.request import ResponseRequest
-from cluster.api.page import SlashBehindPrefix, add_page
+from cluster.api.openai.responses.shape import read_response
+from cluster.api.page import add_page
 from cluster.chat.formats.choose import ChosenFormat
 
 logger = logging.getLogger(__name__)
@@ -97,27 +104,25 @@ def _add_generation(app: FastAPI, service: Service, limits: RequestLimits, intak
     @app.post("/v1/completions", openapi_extra=body_of(CompletionRequest))
     async def completions(request: Request) -> Response:
         """Continue prompts."""
-        return await calls.answer(service, limits, intake, request, asked_text)
+        return await calls.answer(service, limits, intake, request, read_completion)
 
     @app.post("/v1/chat/completions", openapi_extra=body_of(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
-        return await calls.answer(service, limits, intake, request, asked_chat)
+        return await calls.answer(service, limits, intake, request, read_chat)
 
 
 def _add_other_apis(app: FastAPI, service: Service, limits: RequestLimits, intake: BodyReader) -> None:
     @app.post("/v1/responses", openapi_extra=body_of(ResponseRequest))
     async def responses(request: Request) -> Response:
         """Answer a conversation, in OpenAI's newer form; nothing is stored."""
-        return await calls.answer(service, limits, intake, request, asked_response)
+        return await calls.answer(service, limits, intake, request, read_response)
 
     @app.post("/v1/responses/input_tokens", openapi_extra=body_of(ResponseRequest))
     async def input_tokens(request: Request) -> Response:
         """The number of tokens in the prompt of a response."""
-        async with intake.json(request) as (body, length):
-            asked = await off_loop(length, lambda: asked_response(service, limits, body))
-            count = await calls.count_of(service, asked, length)
-        return _json({"object": "response.input_tokens", "input_tokens": count}, asked.warnings)
+        count, warnings = await calls.count(service, limits, intake, request, read_response)
+        return _json({"object": "response.input_tokens", "input_tokens": count}, warnings)
 
     @app.get("/v1/responses/{response_id:path}")
     @app.post("/v1/responses/{response_id:path}")
@@ -130,15 +135,13 @@ def _add_other_apis(app: FastAPI, service: Service, limits: RequestLimits, intak
     @app.post("/v1/messages", openapi_extra=body_of(MessagesRequest))
     async def messages(request: Request) -> Response:
         """Answer a conversation, in Anthropic's form."""
-        return await calls.answer(service, limits, intake, request, asked_message)
+        return await calls.answer(service, limits, intake, request, read_message)
 
     @app.post("/v1/messages/count_tokens", openapi_extra=body_of(CountRequest))
     async def count_tokens(request: Request) -> Response:
         """The number of tokens in the prompt of a message."""
-        async with intake.json(request) as (body, length):
-            asked = await off_loop(length, lambda: asked_message(service, limits, body, CountRequest))
-            count = await calls.count_of(service, asked, length)
-        return _json({"input_tokens": count}, asked.warnings)
+        count, warnings = await calls.count(service, limits, intake, request, partial(read_message, kind=CountRequest))
+        return _json({"input_tokens": count}, warnings)
 
 
 def _add_tokens(app: FastAPI, service: Service, limits: RequestLimits, intake: BodyReader) -> None:

@@ -1,78 +1,36 @@
-"""Answers of OpenAI's Completions and Chat Completions APIs: the whole body, or the chunks of a stream."""
+"""OpenAI's Completions and Chat Completions APIs: reads bodies; writes the whole answer, or the chunks of a stream."""
 
 import codecs
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
 
-from cluster.api.core.choices import Delta, OutputSequence, joined
-from cluster.api.core.echo import offsets
+from cluster.api.core.adapter import CoreRequest, GenerateCall, checked
+from cluster.api.core.conversation import ChatRequest
 from cluster.api.core.errors import ApiError
-from cluster.api.core.stream import ALIVE, DONE
-from cluster.api.core.stream import event as framed
-from cluster.api.core.usage import speculation_metrics, usage, usage_so_far
+from cluster.api.core.generation import CompletionRequest, StreamOptions
+from cluster.api.core.limits import RequestLimits
+from cluster.api.core.sequences import Delta, OutputSequence, joined, speculation_metrics, usage, usage_so_far
+from cluster.api.core.service import Served
+from cluster.api.core.wire import ALIVE, DONE
+from cluster.api.core.wire import event as framed
 from cluster.chat.events import CallArguments, CallBegun, Event, ReasoningPiece, TextPiece
 from cluster.request import StepTree, TokenLogprob
-from cluster.tokenizer.tokenizer import TextTokenizer
+
+
+def read_completion(service: Served, limits: RequestLimits, body: Mapping[str, Any]) -> CoreRequest:
+    """Read a body of /v1/completions."""
+    fields, warnings = checked(service, limits, CompletionRequest, body)
+    return CoreRequest(fields, warnings, "cmpl-", CompletionShape)
+
+
+def read_chat(service: Served, limits: RequestLimits, body: Mapping[str, Any]) -> CoreRequest:
+    """Read a body of /v1/chat/completions."""
+    fields, warnings = checked(service, limits, ChatRequest, body)
+    return CoreRequest(fields, warnings, "chatcmpl-", ChatShape)
+
 
 LOWEST_LOGPROB = -9999.0  # replaces -inf, which JSON cannot write
-
-
-@dataclass(frozen=True, slots=True)
-class Extras:
-    """The client's options for an answer.
-
-    `ids_as_text` writes tokens as `token_id:N`; `token_ids` adds all token ids; `thought` includes the reasoning.
-    `logprobs` and `prompt_logprobs` are numbers of alternatives; None means no log-probabilities. `echoes` has the
-    texts of the prompts if answers begin with them. `best` is how many outputs per prompt are returned; None returns
-    all.
-    """
-
-    ids_as_text: bool = False
-    token_ids: bool = False
-    usage_at_end: bool = False
-    usage_in_chunks: bool = False
-    thought: bool = True
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    echoes: tuple[str, ...] = ()
-    best: int | None = None
-
-
-class AnswerContext(NamedTuple):
-    """The data of a call that its answer needs. `created` is Unix seconds."""
-
-    call_id: str
-    created: int
-    model: str
-    choices: Sequence[OutputSequence]
-    tokenizer: TextTokenizer | None
-    extras: Extras
-
-
-class AnswerShape(Protocol):
-    """Writes the answer of one call in the form of its API. It remembers what was sent, so a call needs its own."""
-
-    @property
-    def alive(self) -> bytes:
-        """The keep-alive of a stream."""
-        ...
-
-    def body(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        """Return the whole answer from all deltas of all sequences."""
-        ...
-
-    def events(self, delta: Delta) -> bytes:
-        """Return the stream events for one delta. Those of the first delta also open the stream."""
-        ...
-
-    def end(self) -> bytes:
-        """Return the events after the last delta."""
-        ...
-
-    def failed(self, error: ApiError) -> bytes:
-        """Return the events that report an error after the stream has begun."""
-        ...
 
 
 class OpenAIShape:
@@ -82,21 +40,16 @@ class OpenAIShape:
     object_of_body: ClassVar[str]
     object_of_chunk: ClassVar[str]
 
-    def __init__(
-        self,
-        call_id: str,
-        created: int,
-        model: str,
-        choices: Sequence[OutputSequence],
-        tokenizer: TextTokenizer | None,
-        extras: Extras,
-    ) -> None:
-        self.choices = choices
-        self._head = {"id": call_id, "created": created, "model": model}
-        self._tokenizer = tokenizer
-        self._ids_as_text = extras.ids_as_text or tokenizer is None
-        self._with_token_ids = extras.token_ids or tokenizer is None
-        self._extras = extras
+    def __init__(self, call: GenerateCall) -> None:
+        self.choices = call.choices
+        self._head = {"id": call.call_id, "created": call.created, "model": call.model}
+        self._tokenizer = call.tokenizer
+        self._fields = fields = call.asked.fields
+        self._options = fields.stream_options or StreamOptions()
+        self._ids_as_text = fields.return_tokens_as_token_ids or call.tokenizer is None
+        self._with_token_ids = fields.return_token_ids or call.tokenizer is None
+        self._logprobs_wanted = fields.top_logprobs_wanted()
+        self._echoes = call.echoes
         self._begun: set[int] = set()
 
     def body(self, deltas: Sequence[Delta]) -> dict[str, Any]:
@@ -106,8 +59,8 @@ class OpenAIShape:
         if self._scored:  # only the first output of each prompt has the prompt's log-probabilities
             each = self._each
             whole = [replace(d, prompt_logprobs=whole[at - at % each].prompt_logprobs) for at, d in enumerate(whole)]
-        if self._extras.best is not None:
-            whole = self._best(whole, self._extras.best)
+        if self._fields.samples > self._fields.n:
+            whole = self._best(whole, self._fields.n)
         body["choices"] = [{**self._choice(delta), "index": at} for at, delta in enumerate(whole)]
         body["usage"] = usage(self.choices)
         if metrics := speculation_metrics(self.choices):
@@ -135,15 +88,14 @@ class OpenAIShape:
     @property
     def _scored(self) -> bool:
         """Whether the answer holds log-probabilities of prompts."""
-        extras = self._extras
-        return extras.prompt_logprobs is not None or bool(extras.echoes and extras.logprobs is not None)
+        return self._fields.prompt_logprobs is not None or bool(self._echoes and self._logprobs_wanted is not None)
 
     def _best(self, whole: Sequence[Delta], count: int) -> list[Delta]:
         """Return the `count` outputs of each prompt with the highest total log-probability, best first."""
         best: list[Delta] = []
         for start in range(0, len(whole), self._each):
             best += sorted(whole[start : start + self._each], key=_likelihood, reverse=True)[:count]
-        return best if self._extras.logprobs is not None else [replace(delta, logprobs=()) for delta in best]
+        return best if self._logprobs_wanted is not None else [replace(delta, logprobs=()) for delta in best]
 
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
         """Return the chunks of a delta, usually one. The first one is or includes the opening (role, prompt ids)."""
@@ -155,7 +107,7 @@ class OpenAIShape:
 
     def last_chunk(self) -> dict[str, Any] | None:
         """Return the chunk with the call's usage, or None if the client did not ask for it."""
-        if not self._extras.usage_at_end:
+        if not self._options.include_usage:
             return None
         chunk = self._chunk([], None)
         chunk["usage"] = usage(self.choices)
@@ -165,9 +117,9 @@ class OpenAIShape:
 
     def _chunk(self, pieces: list[dict[str, Any]], choice: OutputSequence | None) -> dict[str, Any]:
         chunk: dict[str, Any] = {"object": self.object_of_chunk, **self._head, "choices": pieces}
-        if self._extras.usage_in_chunks and choice:
+        if self._options.continuous_usage_stats and choice:
             chunk["usage"] = usage_so_far(choice)
-        elif self._extras.usage_at_end:
+        elif self._options.include_usage:
             chunk["usage"] = None
         return chunk
 
@@ -204,7 +156,7 @@ class OpenAIShape:
 
     def _prompt_logprobs(self, delta: Delta) -> dict[str, Any]:
         """Return `prompt_logprobs` in vLLM's form. The first token's entry is null: nothing predicts it."""
-        most = self._extras.prompt_logprobs
+        most = self._fields.prompt_logprobs
         if most is None:
             return {}
         return {"prompt_logprobs": [None, *(self._ranked(entry, most) for entry in delta.prompt_logprobs)]}
@@ -236,11 +188,11 @@ class CompletionShape(OpenAIShape):
         return {**self._chunk_choice(delta), **self._prompt_token_ids(delta.index), **scores}
 
     def _chunk_choice(self, delta: Delta) -> dict[str, Any]:
-        text, echoed = delta.text, bool(self._extras.echoes) and delta.index not in self._begun
+        text, echoed = delta.text, bool(self._echoes) and delta.index not in self._begun
         if echoed:
-            text = self._extras.echoes[self.choices[delta.index].prompt_index] + text
+            text = self._echoes[self.choices[delta.index].prompt_index] + text
         logprobs = None
-        if delta.logprobs or (echoed and self._extras.logprobs is not None):
+        if delta.logprobs or (echoed and self._logprobs_wanted is not None):
             logprobs = self._logprobs(delta, echoed)
         return {"index": delta.index, "text": text, "logprobs": logprobs, **self._end(delta)}
 
@@ -250,7 +202,7 @@ class CompletionShape(OpenAIShape):
     def _logprobs(self, delta: Delta, echoed: bool) -> dict[str, Any]:
         """Return the `logprobs` columns of an output. If `echoed` is true, the prompt's tokens come first."""
         choice = self.choices[delta.index]
-        text = self._extras.echoes[choice.prompt_index] if self._extras.echoes else ""
+        text = self._echoes[choice.prompt_index] if self._echoes else ""
         if not hasattr(self, "_offsets"):
             self._offsets = {}
         begins = self._offsets.setdefault(delta.index, _Offsets(len(text)))
@@ -259,7 +211,7 @@ class CompletionShape(OpenAIShape):
         if not echoed:
             return told
         ids = choice.request.prompt_token_ids
-        scores = self._named(replace(e, top=e.top[: self._extras.logprobs]) for e in delta.prompt_logprobs)
+        scores = self._named(replace(e, top=e.top[: self._logprobs_wanted]) for e in delta.prompt_logprobs)
         scores["text_offset"] = offsets(text, (self._token(token)[1] for token in ids))[1:]
         first = {"tokens": self._token(ids[0])[0], "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
         return {name: [first[name], *scores[name], *column] for name, column in told.items()}
@@ -288,14 +240,15 @@ class ChatShape(OpenAIShape):
     object_of_body = "chat.completion"
     object_of_chunk = "chat.completion.chunk"
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, call: GenerateCall) -> None:
+        super().__init__(call)
+        self._thought = call.shows_reasoning
         self._called: set[int] = set()  # indices of choices whose chunks so far hold a tool call
 
     def body(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         """Return the whole answer. The prompt's token ids are next to `choices`: all choices have the same prompt."""
         scores: dict[str, Any] = {}
-        if self._extras.prompt_logprobs is not None:
+        if self._fields.prompt_logprobs is not None:
             scores = self._prompt_logprobs(joined(0, [delta for delta in deltas if delta.index == 0]))
         return {**super().body(deltas), **self._prompt_token_ids(0), **scores}
 
@@ -316,9 +269,7 @@ class ChatShape(OpenAIShape):
     def _said(self, events: Sequence[Event]) -> dict[str, Any]:
         """Return the events as fields of a message: content, reasoning, tool_calls. Empty fields are left out."""
         said = "".join(event.text for event in events if isinstance(event, TextPiece))
-        thought = (
-            "".join(event.text for event in events if isinstance(event, ReasoningPiece)) if self._extras.thought else ""
-        )
+        thought = "".join(event.text for event in events if isinstance(event, ReasoningPiece)) if self._thought else ""
         fields: dict[str, Any] = {"content": said} if said else {}
         if thought:  # `reasoning_content`: SGLang and older vLLM; `reasoning`: newer vLLM
             fields |= {"reasoning_content": thought, "reasoning": thought}
@@ -397,3 +348,27 @@ def _number(logprob: float) -> float:
 
 def _likelihood(delta: Delta) -> float:
     return sum(entry.logprob for entry in delta.logprobs)
+
+
+SLACK = 16
+"""How many characters that the tokenizer's normalizer has removed are skipped, at most, to find the next token."""
+
+
+def offsets(text: str, tokens: Iterable[bytes]) -> list[int]:
+    """Return where each token begins in `text`, in characters; `tokens` are the bytes of the tokens of the text.
+
+    If a character is split over several tokens, all of them have the offset of the character. A token that is not in
+    the text, such as a special token that the tokenizer adds, has length 0.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    at, found = 0, []
+    for raw in tokens:
+        found.append(at)
+        piece = decoder.decode(raw)
+        if text.startswith(piece, at):
+            at += len(piece)
+        elif piece.startswith(" ") and text.startswith(piece[1:], at):  # the tokenizer added a space before the text
+            at += len(piece) - 1
+        elif (later := text.find(piece, at, at + len(piece) + SLACK)) > at:  # the normalizer removed characters
+            found[-1], at = later, later + len(piece)
+    return found

@@ -25,6 +25,7 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.api.proxy import serve_limits
+from cluster.api.proxy.body_pieces import GRACE_S, SlowBodyError, read_pieces
 from cluster.api.proxy.lingering import Lingering
 from cluster.api.proxy.refusals import Refusals
 from cluster.api.proxy.serve_limits import Met
@@ -60,7 +61,6 @@ MESSAGES = "/v1/messages"
 OF_ANTHROPIC = {"not_found": "not_found_error", "server_error": "api_error"}  # our code or type: Anthropic's type
 GATHERED = 1 << 20  # bytes of a body that are gathered before it is passed on; the rest is passed on in pieces
 GATHERED_BY_ALL = 256 << 20  # bytes gathered for all requests together; beyond that, bodies are passed on as they come
-GRACE_S, BYTES_PER_S = 10.0, 16384  # a body must arrive within GRACE_S, plus a second for each BYTES_PER_S bytes
 HEALTHZ = b"/-/healthz"  # Serve's own health page, passed through unchanged
 HEALTH_PAGES = ("/health", "/ready")  # the application's health pages
 TIMEOUT_HEADER = b"x-request-timeout-seconds"  # a client's own limit; it replaces http_options.request_timeout_s
@@ -79,14 +79,6 @@ def stands_before_serve() -> bool:
     return os.environ.get(CALLBACK) == IMPORT_PATH
 
 
-def too_slow(received: int, seconds: float, grace_s: float = GRACE_S, bytes_per_s: int = BYTES_PER_S) -> str:
-    """Return the error message for a body that arrives too slowly."""
-    return (
-        f"the body came too slowly: {received} bytes in {seconds:.0f} s; it must arrive within {grace_s:g} s plus one "
-        f"second for every {bytes_per_s} bytes"
-    )
-
-
 class WholeRequests:
     """ASGI middleware that passes a request on once its body has arrived, one request per turn of the event loop. While
     all replicas are known to be full, it answers with their refusal instead.
@@ -103,12 +95,17 @@ class WholeRequests:
         if scope["type"] != "http" or scope.get("raw_path", b"") == HEALTHZ:
             await self._app(scope, receive, send)
             return
-        body, clock = bytearray(), asyncio.get_running_loop().time
-        began = clock()
+        body = bytearray()
+
+        def take(piece: bytes) -> bool:
+            body.extend(piece)
+            self._held += len(piece)
+            return len(body) < GATHERED and self._held < GATHERED_BY_ALL
+
         try:
-            more = await self._gather(receive, body, began)
-        except TimeoutError:
-            error = ("invalid_request_error", "request_timeout", too_slow(len(body), clock() - began))
+            more = self._held >= GATHERED_BY_ALL or await read_pieces(receive, take, GRACE_S)
+        except SlowBodyError as slow:
+            error = ("invalid_request_error", "request_timeout", str(slow))
             await _answer(send, 408, error, None, scope, [(b"connection", b"close")])
             return
         finally:
@@ -148,23 +145,6 @@ class WholeRequests:
             await send(message)
 
         return account
-
-    async def _gather(self, receive: Receive, body: bytearray, began: float) -> bool | None:
-        """Read the body up to the limits. Return whether more of it is to come, or None if the client has left. Raises
-        TimeoutError if the body arrives too slowly.
-        """
-        async with asyncio.timeout_at(began + GRACE_S) as patience:
-            while len(body) < GATHERED and self._held < GATHERED_BY_ALL:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    return None
-                piece = message.get("body", b"")
-                body += piece
-                self._held += len(piece)
-                if not message.get("more_body", False):
-                    return False
-                patience.reschedule(began + GRACE_S + len(body) / BYTES_PER_S)
-        return True
 
 
 class _RequestRest:

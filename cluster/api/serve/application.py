@@ -25,13 +25,11 @@ from cluster.actors.messages import EngineClient, GangStatus
 from cluster.actors.process_settings import settle
 from cluster.actors.shard import FACTORY
 from cluster.api.core.api_keys import ApiKeys, check_reach
-from cluster.api.http.drain import Drain, when_leaving
 from cluster.api.proxy.middleware import stands_before_serve
 from cluster.api.proxy.refusals import AnnounceRefusals
-from cluster.api.serve.callers import Callers
 from cluster.api.serve.engine_calls import HandleCalls
-from cluster.api.serve.feed import feed
-from cluster.api.serve.host import GangHost
+from cluster.api.serve.feed import Callers, feed
+from cluster.api.serve.host import GangHost, when_leaving
 from cluster.api.serve.model_sources import pinned
 from cluster.api.serve.resilient_client import (
     RETRY_S,
@@ -127,7 +125,7 @@ class Replica(GangOwner):
             created=int(time.time()), **_model_facts(settings, self._host.gang.infos[0], sampling)
         )
         self._service = RestService(self._host.router, model, loaded, self._host.metrics)
-        self._drain = Drain()
+        self._drain = loaded.drain()
         self._replicas = settings.llm.fixed_replicas
         when_leaving(self._host.leave)
         settle()
@@ -144,7 +142,8 @@ class Replica(GangOwner):
 
     async def drain(self) -> int:
         """Refuse new calls from now on; return how many calls are open."""
-        return self._drain.begin()
+        open_calls: int = self._drain.begin()
+        return open_calls
 
 
 class EngineReplica(GangOwner):
@@ -238,7 +237,7 @@ class IngressReplica:
         self._engine, self._rooms = engine, Rooms()
         peers = serve.get_deployment_handle(context.deployment, context.app_name)
         self._service = ResilientService(self._client, model, loaded, self._metrics, peers)
-        self._drain = Drain()
+        self._drain = loaded.drain()
         settle()
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -252,7 +251,8 @@ class IngressReplica:
 
     async def drain(self) -> int:
         """Refuse new calls from now on; return how many calls are open."""
-        return self._drain.begin()
+        open_calls: int = self._drain.begin()
+        return open_calls
 
     async def end_streams(self) -> None:
         """End every open stream of this and of the engine replicas with an error: the server is shutting down."""

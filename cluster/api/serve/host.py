@@ -1,8 +1,11 @@
 """The gang and the router of one Serve replica: a direct replica or an engine replica."""
 
 import asyncio
+import importlib
 import logging
 import time
+from collections.abc import Callable
+from typing import Any
 
 from ray import serve
 
@@ -129,3 +132,32 @@ def _settled(config: EngineConfig) -> EngineConfig:
         settled = check_models(seen).settings
     # `settled` names folders of this node; ranks on other nodes need the commits.
     return settled.model_copy(update={name: getattr(config, name) for name in hub_models(config)})
+
+
+# Open streams are ended min(END_MARGIN_S, END_SHARE * graceful_shutdown_timeout_s) seconds before Serve kills the
+# replica, so that their error events can still be sent.
+END_MARGIN_S = 1.5
+END_SHARE = 0.5
+
+
+def when_leaving(end: Callable[[], None]) -> None:
+    """Arrange that `end` is called on this event loop shortly before Serve kills this replica.
+
+    On a redeploy or scale-down Serve gives a replica `graceful_shutdown_timeout_s` for its open requests and then kills
+    it, without notice to the replica's code. So this function wraps a private method of Serve's replica. A version of
+    Serve without that method is not patched; its open streams are cut at the end.
+    """
+    replica: Any = getattr(importlib.import_module("ray.serve._private.replica"), "Replica", None)
+    stop = getattr(replica, "_perform_graceful_shutdown", None)
+    if stop is None:
+        logger.warning("Serve's replica has no _perform_graceful_shutdown; streams open when it ends will be cut")
+        return
+    loop = asyncio.get_running_loop()
+
+    async def wrapped(self: Any) -> None:
+        limit_s = float(self._deployment_config.graceful_shutdown_timeout_s)
+        left_s = limit_s - min(END_MARGIN_S, END_SHARE * limit_s)
+        loop.call_soon_threadsafe(lambda: loop.call_later(left_s, end))
+        await stop(self)
+
+    replica._perform_graceful_shutdown = wrapped

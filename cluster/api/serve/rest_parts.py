@@ -30,18 +30,21 @@ async def together(one: Coroutine[Any, Any, One], other: Coroutine[Any, Any, Oth
 
 
 class Rest(NamedTuple):
-    """The parts of the REST routes: `make_app`, the tokenizer (or None), and the classes `ModelInfo` and `Grammars`."""
+    """The parts of the REST routes: `make_app`, the tokenizer (or None), and classes that are imported late."""
 
     make_app: Any
     tokenizer: Any
     model_info: Any
     grammars: Any
+    drain: Any
 
 
 def load_rest(config: EngineConfig, parsers: tuple[str | None, str | None]) -> Rest:
     """Return the parts of the REST routes, for `AppSettings.parsers`. Call it in a thread: the imports take seconds."""
-    ingress = importlib.import_module("cluster.api.http.routes")
-    service = importlib.import_module("cluster.api.core.service")
+    make_app = importlib.import_module("cluster.api.http.routes").make_app
+    drain = importlib.import_module("cluster.api.http.middleware").Drain
+    model_info = importlib.import_module("cluster.api.core.limits").ModelInfo
+    grammars = importlib.import_module("cluster.api.core.grammars").Grammars
     tokenizer = importlib.import_module("cluster.api.core.tokenizer").ChatTokenizer
     folder = tokenizer_folder(config)
     there = (Path(folder) / name for name in TOKENIZERS)
@@ -49,7 +52,4 @@ def load_rest(config: EngineConfig, parsers: tuple[str | None, str | None]) -> R
     has_tokenizer = config.tokenizer_path is not None or any(each.is_symlink() or each.is_file() for each in there)
     if not has_tokenizer:
         logger.warning("%s has no tokenizer: only token ids are served; set tokenizer_path to serve texts", folder)
-    grammars = importlib.import_module("cluster.api.core.grammars").Grammars
-    return Rest(
-        ingress.make_app, tokenizer.load(folder, parsers) if has_tokenizer else None, service.ModelInfo, grammars
-    )
+    return Rest(make_app, tokenizer.load(folder, parsers) if has_tokenizer else None, model_info, grammars, drain)

@@ -16,17 +16,7 @@ from cluster.config import ConfigError
 NONE = "none"
 FORMATS: dict[str, ChatFormat] = {
     format.name: format
-    for format in (
-        HERMES,
-        QWEN3_CODER,
-        LLAMA3,
-        MISTRAL,
-        MISTRAL_LIST,
-        DEEPSEEK_V3,
-        DEEPSEEK_V31,
-        GLM,
-        HARMONY,
-    )
+    for format in (HERMES, QWEN3_CODER, LLAMA3, MISTRAL, MISTRAL_LIST, DEEPSEEK_V3, DEEPSEEK_V31, GLM, HARMONY)
 }
 # Parser names of vLLM and SGLang.
 TOOL_ALIASES = {
@@ -92,10 +82,7 @@ def _known(setting: str, name: str | None, aliases: dict[str, str], known: Colle
 
 
 def choose(
-    template: str,
-    tokens: Collection[str],
-    model_type: str,
-    settings: tuple[str | None, str | None],
+    template: str, tokens: Collection[str], model_type: str, settings: tuple[str | None, str | None]
 ) -> ChosenFormat:
     """Return the format of a model with this chat template (empty for none), these added `tokens`, and the `model_type`
     of its config. `settings` are the results of `named`; a name in them takes precedence.

@@ -25,11 +25,6 @@ GLM = MarkedFormat(
     "glm45",
     THINK,
     CallingMarks((BEGIN,), lambda tools: TaggedBlock(WHOLE, ARGUMENT, {BEGIN: END}, (VALUE, VALUE_END), tools)),
-    CallSyntax(
-        before=lambda name: f"{BEGIN}{name}\n",
-        after=END,
-        between="\n",
-        arguments=tagged_arguments(_mark),
-    ),
+    CallSyntax(before=lambda name: f"{BEGIN}{name}\n", after=END, between="\n", arguments=tagged_arguments(_mark)),
     special=(THINK.begin, THINK.end, BEGIN, END, "<arg_key>", "</arg_key>", VALUE, VALUE_END),
 )

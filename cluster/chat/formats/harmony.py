@@ -8,9 +8,9 @@ supports only the original tokenizer. It also parses tokens, and this server par
 import re
 from collections.abc import Sequence
 
+from cluster.chat.blocks import members
 from cluster.chat.events import Event, ReasoningPiece, TextPiece
 from cluster.chat.formats.plan import Answer, CallSyntax, Form, Prompted, any_id, one_after_another, one_of, text
-from cluster.chat.json_text import members
 from cluster.chat.reading import AnswerReader, BufferedReader, Numbering, ToolCallText, Tools
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
@@ -145,8 +145,7 @@ class HarmonyFormat:
 
 
 WRITTEN = CallSyntax(
-    before=lambda name: f"{CHANNEL}commentary to=functions.{name} {CONSTRAIN}json{MESSAGE}",
-    several=False,
+    before=lambda name: f"{CHANNEL}commentary to=functions.{name} {CONSTRAIN}json{MESSAGE}", several=False
 )
 
 

@@ -16,8 +16,6 @@ HERMES = MarkedFormat(
     THINK,
     CallingMarks((BEGIN,), lambda _: JsonBlock(HEADING, lambda found, _: named_call(found, FIELDS), (END,))),
     CallSyntax(
-        before=lambda name: f'{BEGIN}\n{{"name": {json.dumps(name)}, "arguments": ',
-        after=f"}}\n{END}",
-        between="\n",
+        before=lambda name: f'{BEGIN}\n{{"name": {json.dumps(name)}, "arguments": ', after=f"}}\n{END}", between="\n"
     ),
 )

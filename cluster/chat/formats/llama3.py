@@ -3,9 +3,8 @@
 import json
 import re
 
-from cluster.chat.blocks import JsonBlock, named_call
+from cluster.chat.blocks import JsonBlock, members, named_call
 from cluster.chat.formats.plan import CallSyntax, MarkedFormat
-from cluster.chat.json_text import members
 from cluster.chat.reading import CallingMarks, ToolCallText, Tools
 
 TAG = "<|python_tag|>"
@@ -28,10 +27,6 @@ LLAMA3 = MarkedFormat(
     "llama3_json",
     None,
     CallingMarks((TAG, "{"), _block, first=True, skipped=" \t\r\n;"),
-    CallSyntax(
-        before=lambda name: f'{{"name": {json.dumps(name)}, "parameters": ',
-        after="}",
-        between="; ",
-    ),
+    CallSyntax(before=lambda name: f'{{"name": {json.dumps(name)}, "parameters": ', after="}", between="; "),
     special=(TAG,),
 )

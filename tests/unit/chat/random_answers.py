@@ -1,11 +1,13 @@
 """Random answers, as events; and an answer of given events as the steps of a call."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from hypothesis import strategies as st
 
-from cluster.api.core.choices import Delta, OutputSequence
-from cluster.api.openai.answers import AnswerContext, Extras
+from cluster.api.core.adapter import CoreRequest, GenerateCall
+from cluster.api.core.conversation import ChatRequest
+from cluster.api.core.sequences import Delta, OutputSequence
 from cluster.chat.events import CallArguments, CallBegun, Event, ReasoningPiece, TextPiece
 from cluster.request import FinishReason, Request, RequestParams
 
@@ -39,8 +41,10 @@ def steps(
     return [*made, Delta(0, finish_reason=finish, stop_reason=stop)]
 
 
-def about(call_id: str, tokens: int = 9) -> AnswerContext:
+def about(call_id: str, tokens: int = 9) -> GenerateCall:
     """A call of one sequence that has made so many tokens."""
     choice = OutputSequence(0, 0, Request("r", PROMPT, RequestParams(max_tokens=99), 0), None)
     choice.tokens, choice.cached_tokens = tokens, CACHED
-    return AnswerContext(call_id, 1_700_000_000, "demo", [choice], None, Extras())
+    fields = ChatRequest.read({"messages": [{"role": "user", "content": "hi"}], "temperature": 0.5})[0]
+    shape: Any = lambda call: None  # noqa: E731 - the tests make the shape
+    return GenerateCall(CoreRequest(fields, [], "", shape), call_id, "demo", [choice], None, created=1_700_000_000)

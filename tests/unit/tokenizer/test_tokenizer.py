@@ -9,14 +9,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from cluster.config import ConfigError
-from cluster.tokenizer.tokenizer import (
-    BYTE_OF_CHARACTER,
-    WINDOW_TOKENS,
-    IncrementalDetokenizer,
-    StopFinder,
-    StoppedText,
-    TextTokenizer,
-)
+from cluster.tokenizer.stop_strings import StopFinder, StoppedText
+from cluster.tokenizer.tokenizer import BYTE_OF_CHARACTER, WINDOW_TOKENS, IncrementalDetokenizer, TextTokenizer
 
 LETTERS = st.sampled_from("ab cé€日😀\ufffd\n")
 TEXTS = st.text(LETTERS, max_size=40)

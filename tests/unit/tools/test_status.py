@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from cluster.actors.messages import GangHistory, GangStatus, Heartbeat, Loss
-from cluster.api.core.service import ModelInfo, RequestLimits
-from cluster.api.http.server_info import facts_of
+from cluster.api.core.limits import ModelInfo, RequestLimits
+from cluster.api.http.server_state import facts_of
 from cluster.chat.formats.choose import ChosenFormat
 from cluster.observability.metrics import EngineMetrics, ServingMetrics, StepStats, merge
 from cluster.status import EngineStatus

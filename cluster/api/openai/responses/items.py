@@ -5,11 +5,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import PlainValidator
 
-from cluster.api.core.content import Strict, Text, read_at, readable, text_of_parts
-from cluster.api.core.dialogue import Dialogue
-from cluster.api.core.errors import ApiError, shown
-from cluster.api.core.translated import not_taken
-from cluster.api.openai.responses.calls import OTHER_KINDS, CalledTool, OtherItem
+from cluster.api.core.errors import shown, wrong_type
+from cluster.api.core.fields import Strict, Text, read_at, readable, text_of_parts
+from cluster.api.core.translated import Dialogue, not_taken
+from cluster.api.openai.responses.tool_call_items import OTHER_KINDS, CalledTool, OtherItem
 from cluster.api.openai.responses.tools import ResponseTool, joined, read_tools
 from cluster.chat.custom import arguments_of
 
@@ -144,7 +143,7 @@ def items_of(value: Any) -> list[Item]:
 
 def _item(value: Any, path: str) -> Item:
     if not isinstance(value, dict):
-        raise ApiError(f"{path}: must be an object, got {shown(value)}", param=path, code="invalid_type")
+        raise wrong_type(path, "an object", value)
     kind = value.get("type", "message" if "role" in value else "item_reference" if "id" in value else None)
     found = ITEMS.get(kind) if isinstance(kind, str) else None
     if found is None:

@@ -6,10 +6,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, ConfigDict, FailFast, Field, PlainValidator
 
-from cluster.api.core.content import Strict, Text
-from cluster.api.core.errors import ApiError
-from cluster.api.core.fields import FieldTable
-from cluster.api.core.translated import Origins, Translated, TranslatedBody, readable_json, translation
+from cluster.api.core.adapter import Origins
+from cluster.api.core.errors import wrong
+from cluster.api.core.fields import FieldTable, Strict, Text
+from cluster.api.core.translated import Translated, TranslatedBody, readable_json, translation
 from cluster.api.openai.responses.fields import TABLE
 from cluster.api.openai.responses.items import Item, dialogue_of, items_of, left_out, tools_in
 from cluster.api.openai.responses.tools import (
@@ -108,11 +108,9 @@ class ResponseRequest(TranslatedBody):
     def translated(self) -> Translated:
         """Return this body as a chat request, as described at `TranslatedBody.translated`."""
         if self.stream_options is not None and not self.stream:
-            message = "stream_options: only allowed when stream is true"
-            raise ApiError(message, param="stream_options", code="invalid_value")
+            raise wrong("stream_options", "only allowed when stream is true")
         if self.top_logprobs and not self.wants_logprobs:
-            message = f"top_logprobs: needs include: [{LOGPROBS!r}]"
-            raise ApiError(message, param="top_logprobs", code="invalid_value")
+            raise wrong("top_logprobs", f"needs include: [{LOGPROBS!r}]")
         spoken, tools = dialogue_of(self.input, self.instructions), self.offered
         chat: dict[str, Any] = {
             **self.asked_beside(),

@@ -1,20 +1,22 @@
-"""The answer of /v1/responses: the whole response object, or the events that build it."""
+"""Reads bodies of the Responses API, and writes its answers."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from cluster.api.core.choices import Delta
+from cluster.api.core.adapter import CoreRequest, GenerateCall
 from cluster.api.core.errors import ApiError
-from cluster.api.core.stream import ALIVE, event
-from cluster.api.core.tools import LeftOutTool
-from cluster.api.core.usage import usage
-from cluster.api.openai.answers import AnswerContext, logprob_entry
+from cluster.api.core.limits import RequestLimits
+from cluster.api.core.sequences import Delta, usage
+from cluster.api.core.service import Served
+from cluster.api.core.tools import LeftOutTool, left_out_warnings
+from cluster.api.core.wire import ALIVE, event
+from cluster.api.openai.answers import logprob_entry
 from cluster.api.openai.responses.request import ResponseRequest
 from cluster.api.openai.responses.tools import Own
-from cluster.chat.events import TextPiece
-from cluster.chat.json_text import loaded
-from cluster.chat.sections import Change, Grown, Opened, Section, Sections
+from cluster.chat.blocks import loaded
+from cluster.chat.events import Change, Grown, Opened, Section, Sections, TextPiece
 from cluster.request import FinishReason
 
 Sent = tuple[str, dict[str, Any]]
@@ -32,12 +34,13 @@ class ResponseShape:
 
     alive = ALIVE
 
-    def __init__(self, asked: ResponseRequest, temperature: float, top_p: float, about: AnswerContext) -> None:
+    def __init__(self, asked: ResponseRequest, about: GenerateCall) -> None:
         self._about = about
-        self._repeated = repeated(asked) | {"temperature": temperature, "top_p": top_p}
+        chat = about.asked.fields
+        self._repeated = repeated(asked) | {"temperature": chat.temperature, "top_p": chat.top_p}
         self._names = asked.offered.names
         self._wants_logprobs = asked.wants_logprobs
-        self._sections = Sections(about.extras.thought)
+        self._sections = Sections(about.shows_reasoning)
         self._logprobs: dict[int, list[dict[str, Any]]] = {}
         self._waiting: list[dict[str, Any]] = []
         self._finish: FinishReason | None = None
@@ -248,3 +251,11 @@ def repeated(asked: ResponseRequest) -> dict[str, Any]:
         "truncation": "disabled",
         "user": asked.user,
     }
+
+
+def read_response(service: Served, limits: RequestLimits, body: Mapping[str, Any]) -> CoreRequest:
+    """Read a body of /v1/responses."""
+    request, warnings = ResponseRequest.read(body)
+    chat, origins = request.checked(service, limits)
+    warnings += [*map(origins.reworded, left_out_warnings(chat.tools)), *request.said_beside()]
+    return CoreRequest(chat, warnings, "resp_", partial(ResponseShape, request), origins)

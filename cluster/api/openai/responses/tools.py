@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field
 
-from cluster.api.core.content import Strict, Text, read_at
-from cluster.api.core.errors import ApiError, shown
+from cluster.api.core.errors import missing, shown, wrong
+from cluster.api.core.fields import Strict, Text, read_at, read_each
 from cluster.api.core.tools import NAMING, LeftOutTool
 from cluster.api.core.translated import not_taken, readable_json
 
@@ -98,9 +98,7 @@ def read_tools(value: Any, path: str = "tools") -> list[ResponseTool]:
         ApiError: 400 that names the tool and the field.
         ValueError: `value` is not a list.
     """
-    if not isinstance(value, list):
-        raise ValueError(f"must be a list, got {shown(value)}")
-    return [_read(tool, f"{path}.{at}") for at, tool in enumerate(value)]
+    return read_each(value, _read, path)
 
 
 def _read(value: Any, path: str, inside: bool = False) -> ResponseTool:
@@ -123,7 +121,7 @@ def _checked(tool: ResponseCustomTool, path: str) -> ResponseCustomTool:
     if tool.format is not None and tool.format.type == "grammar":
         for name in ("syntax", "definition"):
             if getattr(tool.format, name) is None:
-                raise ApiError(f"{path}.{name}: required", param=f"{path}.{name}", code="missing_required_parameter")
+                raise missing(f"{path}.{name}")
     return tool
 
 
@@ -296,8 +294,8 @@ def _named(choice: NamedChoice, names: Mapping[str, Own]) -> dict[str, Any]:
     if name not in names:
         found = [full for full, own in names.items() if own.name == name]
         if len(found) > 1:
-            message = f"tool_choice: {shown(name)} is a tool of several namespaces; say which: {', '.join(found)[:200]}"
-            raise ApiError(message, param="tool_choice", code="invalid_value")
+            where = ", ".join(found)[:200]
+            raise wrong("tool_choice", f"{shown(name)} is a tool of several namespaces; say which: {where}")
         name = found[0] if found else name
     return _function_named(name)
 

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from cluster.actors.messages import Overloaded
-from cluster.api.anthropic.errors import anthropic_envelope
-from cluster.api.anthropic.shape import MessageShape, arguments_of
-from cluster.api.core.choices import Delta
+from cluster.api.anthropic.shape import MessageShape, anthropic_envelope, arguments_of
 from cluster.api.core.errors import ApiError, internal, overloaded, unavailable
+from cluster.api.core.sequences import Delta
 from cluster.chat.events import CallArguments, CallBegun, Event, ReasoningPiece, TextPiece
 from cluster.request import FinishReason
 from tests.unit.chat.random_answers import about, answers, steps

@@ -8,8 +8,8 @@ from anthropic.types.beta import message_create_params as beta_params
 
 from cluster.api.anthropic.fields import HARMLESS, REFUSED, REMEDIES, TABLE
 from cluster.api.anthropic.request import BUDGET, NO_THOUGHTS, CountRequest, MessagesRequest
+from cluster.api.core.conversation import ChatRequest
 from cluster.api.core.errors import ApiError
-from cluster.api.core.protocol import ChatRequest
 
 HI = [{"role": "user", "content": "hi"}]
 

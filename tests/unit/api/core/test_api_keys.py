@@ -9,16 +9,8 @@ from pathlib import Path
 import pytest
 
 from cluster.api.core import api_keys
-from cluster.api.core.api_keys import (
-    ApiKey,
-    ApiKeys,
-    cache_salt,
-    check_reach,
-    digest_of,
-    is_loopback,
-    of_environment,
-    parse,
-)
+from cluster.api.core.api_keys import ApiKey, ApiKeys, check_reach, digest_of, is_loopback, of_environment, parse
+from cluster.api.http.middleware import cache_salt
 from cluster.config import ConfigError
 
 

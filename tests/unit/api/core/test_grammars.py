@@ -8,7 +8,7 @@ import pytest
 from cluster.api.core.constraints import OutputConstraint
 from cluster.api.core.errors import ApiError
 from cluster.api.core.grammars import Grammars
-from cluster.api.core.service import ModelInfo
+from cluster.api.core.limits import ModelInfo
 from cluster.grammar.asked import Grammar
 from cluster.grammar.compiler import CompilerError
 

@@ -6,9 +6,10 @@ import pytest
 from openai.types.responses.response_create_params import ResponseCreateParamsStreaming
 from openai.types.responses.response_includable import ResponseIncludable
 
+from cluster.api.core.adapter import Origins
+from cluster.api.core.conversation import ChatRequest
 from cluster.api.core.errors import ApiError
-from cluster.api.core.protocol import ChatRequest
-from cluster.api.core.translated import EXTENSIONS, Origins
+from cluster.api.core.translated import EXTENSIONS
 from cluster.api.openai.responses.fields import HARMLESS, REFUSED, REMEDIES, TABLE
 from cluster.api.openai.responses.request import Included, ResponseRequest
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from cluster.api.core.choices import Delta
 from cluster.api.core.errors import internal
+from cluster.api.core.sequences import Delta
 from cluster.api.openai.responses.request import ResponseRequest
 from cluster.api.openai.responses.shape import ResponseShape
 from cluster.chat.events import CallArguments, CallBegun, Event, ReasoningPiece, TextPiece
@@ -30,7 +30,7 @@ EVENTS: list[Event] = [
 
 def shape_of(**body: Any) -> ResponseShape:
     asked, _ = ResponseRequest.read({"input": "hi", **body})
-    return ResponseShape(asked, 0.5, 1.0, about("resp_1"))
+    return ResponseShape(asked, about("resp_1"))
 
 
 def sent(raw: bytes) -> list[tuple[str, dict[str, Any]]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.api.core.protocol import ChatRequest
+from cluster.api.core.conversation import ChatRequest
 from cluster.api.serve.rest_parts import Rest, load_rest, together
 from cluster.config import ConfigError, EngineConfig
 from cluster.paths.checkout import CHECKOUT, DEMO_TARGET

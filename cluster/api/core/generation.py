@@ -1,7 +1,4 @@
-"""Bodies of /v1/completions, /v1/chat/completions, /tokenize and /detokenize, in OpenAI's, vLLM's and SGLang's names.
-
-`.fields` lists the fields that are not honoured; `.content` defines prompts and messages.
-"""
+"""The fields that steer a generation, named as by OpenAI, vLLM and SGLang, and the body of /v1/completions."""
 
 import hashlib
 from collections.abc import Mapping
@@ -10,13 +7,82 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field, PlainValidator
 
-from cluster.api.core.constraints import FIELDS, NAMES, OutputConstraint, constraint_of
-from cluster.api.core.content import Strict, Text, list_of_prompts, list_of_stops
-from cluster.api.core.conversation import ConversationFields, Messages
-from cluster.api.core.errors import ApiError, shown
-from cluster.api.core.penalties import PenaltyFields
-from cluster.api.core.service import ModelInfo, RequestLimits
-from cluster.request import GREEDY_BELOW, RequestParams, signed_seed
+from cluster.api.core.errors import ApiError, shown, wrong
+from cluster.api.core.fields import Strict, Text, list_of_prompts, list_of_stops, require
+from cluster.api.core.limits import ModelInfo, RequestLimits
+from cluster.request import GREEDY_BELOW, MOST, LogitAdjustments, RequestParams, signed_seed
+from cluster.tokenizer.tokenizer import TextTokenizer
+
+MOST_BIAS = 100  # the largest absolute value in logit_bias, as at OpenAI
+
+
+def _biases(value: Any) -> Any:
+    """Return `logit_bias` with integer keys, which JSON can only write as strings; stops at the first wrong entry."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"must map token ids to numbers, got {shown(value)}")
+    made = {}
+    for name, bias in value.items():
+        if not (isinstance(name, str) and name.isascii() and name.isdigit() and len(name) < 10):
+            raise ValueError(f"must map token ids to numbers, got the id {shown(name)}")
+        if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not -MOST_BIAS <= bias <= MOST_BIAS:
+            raise ValueError(f"{name}: must be a number in [-{MOST_BIAS}, {MOST_BIAS}], got {shown(bias)}")
+        made[int(name)] = float(bias)
+    return made
+
+
+Bias = Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)]
+
+
+class PenaltyFields(Strict):
+    """Penalties, biases and banned tokens; the default of each field means off."""
+
+    presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    repetition_penalty: float = Field(default=1.0, ge=0.01, le=100.0)
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_biases, json_schema_input_type=dict[str, Bias])] = Field(
+        default_factory=dict
+    )
+    allowed_token_ids: Annotated[list[int], FailFast()] = Field(default_factory=list, min_length=1)
+    bad_words: Annotated[list[Text], FailFast()] = Field(default_factory=list)
+    min_tokens: int = Field(default=0, ge=0, lt=MOST)
+
+    def check_adjustments(self, vocab_size: int, limits: RequestLimits) -> None:
+        """Check what the types of these fields cannot express: token ids and limits.
+
+        Raises:
+            ApiError: 400 that names the field.
+        """
+        allowed = self.allowed_token_ids
+        longest = max((len(word) for word in self.bad_words), default=0)
+        require(
+            (all(t < vocab_size for t in self.logit_bias), "logit_bias", f"ids must lie in [0, {vocab_size})"),
+            (len(allowed) <= vocab_size, "allowed_token_ids", f"at most {vocab_size} ids"),
+            (all(0 <= t < vocab_size for t in allowed), "allowed_token_ids", f"ids must lie in [0, {vocab_size})"),
+            (len(self.bad_words) <= limits.bad_words, "bad_words", f"at most {limits.bad_words} words"),
+            (longest <= limits.stop_characters, "bad_words", f"at most {limits.stop_characters} characters per word"),
+            (all(word.strip() for word in self.bad_words), "bad_words", "an empty word cannot be banned; leave it out"),
+        )
+
+    def adjustments(self, tokenizer: TextTokenizer | None, vocab_size: int) -> LogitAdjustments | None:
+        """Return the requested adjustments, or None if there are none. A bad word is banned in two tokenizations: at
+        the start of a text, and after a space. A tokenization with an id of `vocab_size` or more is skipped, because
+        the model cannot generate it.
+        """
+        words = []
+        for word in self.bad_words if tokenizer is not None else ():
+            assert tokenizer is not None
+            words += [tuple(tokenizer.encode(start + word.lstrip(), False)) for start in ("", " ")]
+        made = LogitAdjustments(
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            bias=tuple((token, bias) for token, bias in self.logit_bias.items() if bias),
+            allowed_token_ids=tuple(dict.fromkeys(self.allowed_token_ids)) or None,
+            bad_words_token_ids=tuple(dict.fromkeys(word for word in words if word and max(word) < vocab_size)),
+            min_tokens=self.min_tokens,
+        )
+        return None if made == LogitAdjustments() else made
+
 
 MAX_TEMPERATURE = 100.0
 NO_SEED = -1  # what vLLM's clients send for "no seed"
@@ -122,6 +188,11 @@ class GenerationFields(PenaltyFields):
         """The number of alternatives to report for each prompt token, or None if no log-probabilities are wanted."""
         return self.prompt_logprobs
 
+    @property
+    def most_new_tokens(self) -> int | None:
+        """The limit of the output in tokens that the client set, or None."""
+        return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+
     def kept(self, ids: tuple[int, ...], room: int, default_tokens: int) -> tuple[int, ...]:
         """Return the last `truncate_prompt_tokens` tokens of a prompt, or the whole prompt if that field is not set.
 
@@ -131,7 +202,7 @@ class GenerationFields(PenaltyFields):
         """
         most = self.truncate_prompt_tokens
         if most is not None and most < 0:
-            asked = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+            asked = self.most_new_tokens
             least = default_tokens if default_tokens < room else 1
             most = max(1, room - (least if asked is None else asked))
         return ids if most is None else ids[-most:]
@@ -139,14 +210,6 @@ class GenerationFields(PenaltyFields):
     def sequences(self) -> int:
         """The number of sequences that the request returns: prompts times `n`."""
         return self.n
-
-    def constraint(self) -> OutputConstraint | None:
-        """The grammar or schema that the output must follow, or None if any text is allowed.
-
-        Raises:
-            ApiError: as `constraint_of`.
-        """
-        return constraint_of({name: getattr(self, name) for name in (*NAMES, *FIELDS)})
 
     def check(self, model: ModelInfo, limits: RequestLimits) -> None:
         """Check what the field types cannot express: limits, and fields that contradict each other.
@@ -156,53 +219,32 @@ class GenerationFields(PenaltyFields):
         """
         check_model(model, self.model)
         self.check_adjustments(model.vocab_size, limits)
-        tops = self.top_logprobs_wanted()
-        field = "logprobs" if isinstance(self, CompletionRequest) else "top_logprobs"
-        scores, cut = self.prompt_logprobs, self.truncate_prompt_tokens
-        long_stop = max((len(stop) for stop in self.stop), default=0)
-        vocab = model.vocab_size
-        checks = (
+        vocab, stops, ids = model.vocab_size, self.stop, self.stop_token_ids
+        tops, scores = self.top_logprobs_wanted(), self.prompt_logprobs
+        of_tops = "logprobs" if isinstance(self, CompletionRequest) else "top_logprobs"
+        longest = max((len(stop) for stop in stops), default=0)
+        unscored = "not in a stream; leave out stream, or send echo and logprobs to /v1/completions"
+        one_stream = self.stream and self.sequences() == 1
+        one_tree = "only allowed when stream is true, n is 1 and there is one prompt"
+        both = (self.max_tokens, self.max_completion_tokens)
+        two_limits = f"differs from max_completion_tokens ({both[1]}); send one of them"
+        cut = "must be positive, or -1 for as many tokens as fit, got 0"
+        most = f"must be at most {limits.logprobs}, got"
+        require(
             (self.n <= limits.choices, "n", f"must be at most {limits.choices}, got {self.n}"),
-            (len(self.stop) <= limits.stops, "stop", f"at most {limits.stops} strings, got {len(self.stop)}"),
-            (all(self.stop), "stop", "an empty string would stop everything; leave it out"),
-            (long_stop <= limits.stop_characters, "stop", f"at most {limits.stop_characters} characters per string"),
-            (
-                len(self.stop_token_ids) <= limits.stop_token_ids,
-                "stop_token_ids",
-                f"at most {limits.stop_token_ids} ids",
-            ),
-            (
-                all(0 <= token < vocab for token in self.stop_token_ids),
-                "stop_token_ids",
-                f"ids must lie in [0, {vocab})",
-            ),
-            (tops is None or tops <= limits.logprobs, field, f"must be at most {limits.logprobs}, got {tops}"),
+            (len(stops) <= limits.stops, "stop", f"at most {limits.stops} strings, got {len(stops)}"),
+            (all(stops), "stop", "an empty string would stop everything; leave it out"),
+            (longest <= limits.stop_characters, "stop", f"at most {limits.stop_characters} characters per string"),
+            (len(ids) <= limits.stop_token_ids, "stop_token_ids", f"at most {limits.stop_token_ids} ids"),
+            (all(0 <= token < vocab for token in ids), "stop_token_ids", f"ids must lie in [0, {vocab})"),
+            (tops is None or tops <= limits.logprobs, of_tops, f"{most} {tops}"),
             (self.stream_options is None or self.stream, "stream_options", "only allowed when stream is true"),
-            (
-                scores is None or scores <= limits.logprobs,
-                "prompt_logprobs",
-                f"must be at most {limits.logprobs}, got {scores}",
-            ),
-            (
-                scores is None or not self.stream,
-                "prompt_logprobs",
-                "not in a stream; leave out stream, or send echo and logprobs to /v1/completions",
-            ),
-            (cut != 0, "truncate_prompt_tokens", "must be positive, or -1 for as many tokens as fit, got 0"),
-            (
-                not self.return_tree or (self.stream and self.sequences() == 1),
-                "return_tree",
-                "only allowed when stream is true, n is 1 and there is one prompt",
-            ),
-            (
-                None in (self.max_tokens, self.max_completion_tokens) or self.max_tokens == self.max_completion_tokens,
-                "max_tokens",
-                f"differs from max_completion_tokens ({self.max_completion_tokens}); send one of them",
-            ),
+            (scores is None or scores <= limits.logprobs, "prompt_logprobs", f"{most} {scores}"),
+            (scores is None or not self.stream, "prompt_logprobs", unscored),
+            (self.truncate_prompt_tokens != 0, "truncate_prompt_tokens", cut),
+            (not self.return_tree or one_stream, "return_tree", one_tree),
+            (None in both or both[0] == both[1], "max_tokens", two_limits),
         )
-        for ok, name, message in checks:
-            if not ok:
-                raise ApiError(f"{name}: {message}", param=name, code="invalid_value")
 
     def sampling(self, model: ModelInfo, prompt_tokens: int, default_tokens: int, prompt: str) -> RequestParams:
         """Return the sampling parameters for one prompt; the caller adds seed, logit adjustments and grammar.
@@ -215,19 +257,14 @@ class GenerationFields(PenaltyFields):
                 the limit of output tokens.
         """
         room = model.room - prompt_tokens
-        asked = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+        asked = self.most_new_tokens
         wanted = min(default_tokens, max(room, 1)) if asked is None else asked
         if wanted > room:
             param = prompt if room < 1 else ("max_completion_tokens" if self.max_tokens is None else "max_tokens")
-            raise ApiError(
-                f"{param}: {too_long(model, prompt_tokens, wanted)}; "
-                + ("shorten the prompt" if room < 1 else f"ask for at most {room}"),
-                param=param,
-                code="context_length_exceeded",
-            )
+            remedy = "shorten the prompt" if room < 1 else f"ask for at most {room}"
+            raise wrong(param, f"{too_long(model, prompt_tokens, wanted)}; {remedy}", "context_length_exceeded")
         if self.min_tokens > wanted:
-            message = f"min_tokens: must be at most max_tokens ({wanted}), got {self.min_tokens}"
-            raise ApiError(message, param="min_tokens", code="invalid_value")
+            raise wrong("min_tokens", f"must be at most max_tokens ({wanted}), got {self.min_tokens}")
         return RequestParams(
             temperature=0.0 if self.temperature < GREEDY_BELOW or self.top_p == 0 else self.temperature,
             top_k=0 if self.top_k < 0 or self.top_k >= model.vocab_size else self.top_k,
@@ -292,14 +329,12 @@ class CompletionRequest(GenerationFields):
         """Check the shared fields, and `best_of`."""
         super().check(model, limits)
         best, n = self.best_of or self.n, self.n
-        checks = (
-            (best <= limits.choices, f"must be at most {limits.choices}, got {best}"),
-            (best >= n, f"must be at least n ({n}), got {best}"),
-            (best == n or not self.stream, "which output is best is known at the end; leave out best_of or stream"),
+        unknown = "which output is best is known at the end; leave out best_of or stream"
+        require(
+            (best <= limits.choices, "best_of", f"must be at most {limits.choices}, got {best}"),
+            (best >= n, "best_of", f"must be at least n ({n}), got {best}"),
+            (best == n or not self.stream, "best_of", unknown),
         )
-        for ok, message in checks:
-            if not ok:
-                raise ApiError(f"best_of: {message}", param="best_of", code="invalid_value")
 
     def sampling(self, model: ModelInfo, prompt_tokens: int, default_tokens: int, prompt: str) -> RequestParams:
         """Return the parameters of `GenerationFields.sampling`. `best_of` turns log-probabilities on: they rank the
@@ -311,59 +346,6 @@ class CompletionRequest(GenerationFields):
     def sequences(self) -> int:
         """The number of returned sequences: `n` for each prompt."""
         return self.n * len(self.prompt)
-
-
-class ChatRequest(ConversationFields, GenerationFields):
-    """The body of /v1/chat/completions. With `include_reasoning` false the answer has no reasoning. With
-    `separate_reasoning` false the reasoning stays in the text of the answer.
-    """
-
-    messages: Messages = Field(min_length=1)
-    parallel_tool_calls: bool = True
-    include_reasoning: bool = True
-    separate_reasoning: bool = True
-    logprobs: bool = False
-    top_logprobs: int | None = Field(default=None, ge=0)
-    add_special_tokens: bool = False
-
-    def top_logprobs_wanted(self) -> int | None:
-        """Return `top_logprobs`, by default 0, if `logprobs` is true. Otherwise return None."""
-        return (self.top_logprobs or 0) if self.logprobs else None
-
-    def check(self, model: ModelInfo, limits: RequestLimits) -> None:
-        """Check the shared fields, the messages and the tools."""
-        super().check(model, limits)
-        if self.top_logprobs and not self.logprobs:
-            raise ApiError("top_logprobs: needs logprobs: true", param="top_logprobs", code="invalid_value")
-        self.check_conversation(self.messages, limits.messages, limits.tools)
-
-
-class TokenizeRequest(ConversationFields):
-    """The body of /tokenize: a prompt or messages."""
-
-    model: str | None = None
-    prompt: Text | None = None
-    messages: Messages = Field(default_factory=list)
-    add_special_tokens: bool | None = None
-
-    @property
-    def special(self) -> bool:
-        """Whether special tokens are added: by default to a prompt, but not to messages: a template adds them."""
-        return not self.messages if self.add_special_tokens is None else self.add_special_tokens
-
-    @classmethod
-    def read(cls, body: Mapping[str, Any]) -> tuple[Self, list[str]]:
-        """Return the request and warnings. Exactly one of `prompt` and `messages` must be sent."""
-        fields, warnings = super().read(body)
-        if (fields.prompt is None) == (not fields.messages):
-            raise ApiError("prompt: send either prompt or messages", param="prompt", code="invalid_value")
-        return fields, warnings
-
-    def check(self, model: ModelInfo, limits: RequestLimits) -> None:
-        """Check the model name and the messages; raises like `GenerationFields.check`."""
-        check_model(model, self.model)
-        if self.messages:
-            self.check_conversation(self.messages, limits.messages, limits.tools)
 
 
 class DetokenizeRequest(Strict):

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from cluster.api.core.offload import INLINE_CHARACTERS, THREADS, off_loop
+from cluster.api.core.limits import INLINE_CHARACTERS, THREADS, off_loop
 
 
 def test_where_work_is_done() -> None:

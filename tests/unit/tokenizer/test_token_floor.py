@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from cluster.api.core.token_floor import NFC_SHRINKS, TokenFloor
+from cluster.tokenizer.token_floor import NFC_SHRINKS, TokenFloor
 
 SAMPLE = ["the quick brown fox  jumps over the lazy dog    \n\n    and again the fox, ünïcödé ﬁne 日本語 日本語"] * 4
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.api.core.echo import offsets
+from cluster.api.openai.answers import offsets
 
 
 @pytest.mark.parametrize(

@@ -10,16 +10,12 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from pydantic import ConfigDict
 
-from cluster.api.core.content import Strict
-from cluster.chat.json_text import loaded
+from cluster.api.core.fields import Strict
+from cluster.chat.blocks import loaded
 
 CallKind = Literal["local_shell_call", "shell_call", "apply_patch_call", "tool_search_call", "program"]
 OutputKind = Literal[
-    "local_shell_call_output",
-    "shell_call_output",
-    "apply_patch_call_output",
-    "tool_search_output",
-    "program_output",
+    "local_shell_call_output", "shell_call_output", "apply_patch_call_output", "tool_search_output", "program_output"
 ]
 WholeKind = Literal["mcp_call", "file_search_call", "code_interpreter_call", "web_search_call"]
 SilentKind = Literal[

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.actors.fault_verdict import RankEvidence, judge
+from cluster.actors.blame import RankEvidence, judge
 from cluster.actors.messages import Failure, Heartbeat
 
 LIMIT = 3.0

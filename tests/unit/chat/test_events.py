@@ -4,8 +4,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.chat.events import CallArguments, CallBegun, Event, ReasoningPiece, TextPiece
-from cluster.chat.sections import Change, Closed, Grown, Opened, Section, Sections
+from cluster.chat.events import (
+    CallArguments,
+    CallBegun,
+    Change,
+    Closed,
+    Event,
+    Grown,
+    Opened,
+    ReasoningPiece,
+    Section,
+    Sections,
+    TextPiece,
+)
 from tests.unit.chat.random_answers import answers
 
 

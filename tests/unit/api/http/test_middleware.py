@@ -2,13 +2,13 @@
 
 import pytest
 
-from cluster.api.http import drain
-from cluster.api.http.drain import LAPSE_S, Drain
+from cluster.api.http import middleware
+from cluster.api.http.middleware import LAPSE_S, Drain
 
 
 def test_who_is_heard_no_more_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(drain.time, "monotonic", lambda: now)
+    monkeypatch.setattr(middleware.time, "monotonic", lambda: now)
     one = Drain()
     assert not one.refusing
     with one.one_more():

@@ -9,7 +9,7 @@ import pytest
 from cluster.actors.admission import Admission
 from cluster.actors.messages import Overloaded
 from cluster.api.core.errors import ApiError
-from cluster.api.core.merging import merged
+from cluster.api.core.sequences import merged
 from cluster.config import EngineConfig
 from cluster.config.resolved import ResolvedSettings
 from cluster.request import Request, RequestParams, SequenceOutput

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cluster.api.core.body import MAX_DEPTH, parse
 from cluster.api.core.errors import ApiError
+from cluster.api.core.wire import MAX_DEPTH, parse
 
 NUMBERS = st.integers(-(10**30), 10**30) | st.floats(allow_nan=False, allow_infinity=False)
 VALUES = st.recursive(

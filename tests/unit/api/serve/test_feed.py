@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from cluster.api.serve.callers import Callers
+from cluster.api.serve.feed import Callers
 
 PERIOD_S = 0.01
 

@@ -6,9 +6,8 @@ import pytest
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from cluster.api.core.content import ChatMessage
-from cluster.api.core.template_rendering import one_call_each, rendered, with_one_system
-from cluster.api.core.templates import messages_for
+from cluster.api.core.conversation import ChatMessage
+from cluster.api.core.tokenizer import messages_for, one_call_each, rendered, with_one_system
 
 FIRST_ALONE = (  # gpt-oss: a first message of the system's; the loop has no place for another
     "{% if messages[0].role in ['system', 'developer'] %}[{{ messages[0].content }}]{% endif %}"

@@ -1,0 +1,343 @@
+"""The output sequences of one call: each is a separate `Request`; all outputs are merged step by step."""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.actors.messages import EngineClient, Overloaded, Unavailable
+from cluster.api.core.errors import ApiError, internal, overloaded, unavailable
+from cluster.chat.events import Event, TextPiece
+from cluster.chat.reading import AnswerReader
+from cluster.observability.metrics import Outcome, RequestTimer
+from cluster.request import ErrorCode, FinishReason, Request, SequenceOutput, SpeculationCounts, StepTree, TokenLogprob
+from cluster.tokenizer.stop_strings import StoppedText
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """The output that one step added to one sequence, ready to send.
+
+    `text` may lag behind `token_ids`, because text that may begin a stop string is sent later. `events` are the same
+    text parsed in the format of the model's family: text, reasoning, tool calls. `tree` is the step's tree, if
+    requested.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    events: tuple[Event, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    tree: StepTree | None = None
+
+
+class OutputSequence:
+    """One output sequence of a call. `index` is its place in `choices`, ordered by prompt and then by sample."""
+
+    def __init__(
+        self,
+        index: int,
+        prompt_index: int,
+        request: Request,
+        text: StoppedText | None,
+        reader: AnswerReader | None = None,
+    ) -> None:
+        """`text` is None if the model has no tokenizer. `reader` parses reasoning and tool calls; None means plain
+        text.
+        """
+        self.index = index
+        self.prompt_index = prompt_index
+        self.request = request
+        self.timer: RequestTimer | None = None
+        self.tokens = 0
+        self.cached_tokens = 0
+        self.speculation: SpeculationCounts | None = None
+        self.finished = False
+        self._text = text
+        self._reader = reader
+        self.reasoning_tokens = 0
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The length of the prompt in tokens."""
+        return len(self.request.prompt_token_ids)
+
+    def began(self, timer: RequestTimer) -> None:
+        """Attach the timer, which records the tokens and the end of this sequence."""
+        self.timer = timer
+
+    def take(self, output: SequenceOutput) -> Delta:
+        """Count the tokens of one output of the engine, and return the output as a `Delta`.
+
+        Raises:
+            ApiError: the engine aborted the sequence or failed on it.
+        """
+        if output.finish_reason in ("error", "abort"):
+            ours = output.finish_reason == "error"
+            why = output.error or output.finish_reason
+            logger.log(logging.ERROR if ours else logging.INFO, "request %s was ended: %s", output.request_id, why)
+            if not ours:
+                raise unavailable(f"the server ended request {output.request_id} early; it may be shutting down")
+            if output.error_code is not None and output.error is not None:
+                raise _fault(output.error, output.error_code)
+            raise internal(output.request_id)
+        self.tokens += len(output.token_ids)
+        self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
+        self.speculation = output.speculation or self.speculation
+        self.finished = output.finish_reason is not None
+        if self.timer:
+            self.timer.on_tokens(len(output.token_ids))
+            if output.finish_reason:
+                self.timer.on_finish(output.finish_reason, self.prompt_tokens)
+        text, events = "", tuple[Event, ...]()
+        if self._text:
+            ids = self._text.textual(output)
+            text, events = self._plain(self._text, ids) if self._reader is None else self._read(self._reader, ids)
+        end = (output.finish_reason, output.stop_reason)
+        return Delta(
+            self.index, text, output.token_ids, output.logprobs, *end, events, output.prompt_logprobs, output.tree
+        )
+
+    def _plain(self, shown: StoppedText, token_ids: Sequence[int]) -> tuple[str, tuple[Event, ...]]:
+        text = shown.push(token_ids)
+        if self.finished:
+            text += shown.finish()
+        return text, (TextPiece(text),) if text else ()
+
+    def _read(self, reader: AnswerReader, token_ids: Sequence[int]) -> tuple[str, tuple[Event, ...]]:
+        """Parse the tokens one by one, so that the count of reasoning tokens is exact."""
+        assert self._text is not None
+        text, events = "", list[Event]()
+        for token in token_ids:
+            before = reader.thinks
+            piece = self._text.push((token,))
+            events += reader.push(piece)
+            text += piece
+            self.reasoning_tokens += before or reader.thinks  # markers that open and close reasoning count too
+        if self.finished:
+            piece = self._text.finish()
+            events += [*reader.push(piece), *reader.finish()]
+            text += piece
+        return text, tuple(events)
+
+
+def _fault(message: str, code: ErrorCode) -> ApiError:
+    """Return the error for a fault that the request itself caused; its message may be shown to the client."""
+    if code == "slow_grammar":
+        return ApiError(message, code=code)
+    return ApiError(message, status=500, kind="server_error", code=code)
+
+
+def joined(index: int, deltas: Sequence[Delta]) -> Delta:
+    """Join all deltas of one sequence into one, for an answer that is not streamed."""
+    return Delta(
+        index,
+        "".join(delta.text for delta in deltas),
+        tuple(token for delta in deltas for token in delta.token_ids),
+        tuple(logprob for delta in deltas for logprob in delta.logprobs),
+        deltas[-1].finish_reason if deltas else None,
+        deltas[-1].stop_reason if deltas else None,
+        tuple(event for delta in deltas for event in delta.events),
+        tuple(logprob for delta in deltas for logprob in delta.prompt_logprobs),
+    )
+
+
+async def run(engine: EngineClient, choices: Sequence[OutputSequence]) -> AsyncGenerator[Delta, None]:
+    """Yield the deltas of all choices, step by step. If the generator is closed or a choice fails, all are aborted.
+
+    Raises:
+        ApiError: 503 if the queue is full or the engine is unavailable, 400 if the engine refuses the request, 500 if
+            it fails.
+    """
+    outcome: Outcome = "abort"
+    try:
+        async with aclosing(merged(engine, [choice.request for choice in choices])) as outputs:
+            async for at, output in outputs:
+                if output.token_ids or output.finish_reason:
+                    yield choices[at].take(output)
+        if late := [choice.request.request_id for choice in choices if not choice.finished]:
+            logger.error("the engine ended the stream of %s without a finish reason", late)
+            raise internal(late[0])
+    except ApiError as error:
+        outcome = "overloaded" if error.code == "overloaded" else "invalid" if error.status < 500 else "error"
+        raise
+    except Exception:
+        outcome = "error"
+        logger.exception("request %s failed", choices[0].request.request_id)
+        raise internal(choices[0].request.request_id) from None
+    finally:
+        for choice in choices:
+            if choice.timer:
+                choice.timer.on_finish(outcome, choice.prompt_tokens)  # no effect on a choice that has ended
+
+
+async def merged(engine: EngineClient, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, SequenceOutput], None]:
+    """Yield pairs (index of the request, output). If the generator is closed or a request fails, all are aborted.
+
+    A request that finds the engine's queue full is submitted again when another request of the call gets its first
+    output or ends. If the call's own requests fill the queue, refusing the call would not help: the client's retry
+    would fill the queue again. So the call is refused only if none of its requests is with the engine.
+
+    Raises:
+        ApiError: 503 if the queue is full or the engine is unavailable, 400 if the engine refuses a request.
+    """
+    turns = _Turns(len(requests))
+    if len(requests) == 1:  # no task and no queue between the engine and the client
+        async with aclosing(_outputs(engine, requests[0], turns)) as outputs:
+            async for output in outputs:
+                yield 0, output
+        return
+    queue: asyncio.Queue[tuple[int, SequenceOutput | Exception | None]] = asyncio.Queue()
+
+    async def pump(at: int) -> None:
+        try:
+            async with aclosing(_outputs(engine, requests[at], turns)) as outputs:
+                async for output in outputs:
+                    queue.put_nowait((at, output))
+            queue.put_nowait((at, None))
+        except Exception as error:
+            queue.put_nowait((at, error))
+
+    tasks = [asyncio.create_task(pump(at)) for at in range(len(requests))]
+    try:
+        running = len(tasks)
+        while running:
+            at, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield at, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Turns:
+    """The requests of a call that wait because the queue was full. When another request of the call gets its first
+    output or ends, the request that has waited longest is woken.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._there = count  # requests that are with the engine, or are being submitted
+        self._waiting: deque[asyncio.Event] = deque()
+
+    async def wait(self, refusal: ApiError) -> None:
+        """Wait until another request of the call gets its first output or ends.
+
+        Raises:
+            ApiError: `refusal`, if no other request of the call is with the engine: nothing would end the wait.
+        """
+        self._there -= 1
+        if not self._there:
+            raise refusal
+        turn = asyncio.Event()
+        self._waiting.append(turn)
+        await turn.wait()
+
+    def moved(self) -> None:
+        """Wake one waiting request. Another request got its first output or ended, so the queue may have a place."""
+        if self._waiting:
+            self._there += 1
+            self._waiting.popleft().set()
+
+    def ended(self) -> None:
+        """Record that a request has ended: wake one waiting request, and count one request less with the engine."""
+        self.moved()
+        self._there -= 1
+
+
+async def _outputs(engine: EngineClient, request: Request, turns: _Turns) -> AsyncGenerator[SequenceOutput, None]:
+    """Yield one request's outputs. The engine's iterator is always closed at the end, which aborts an unfinished
+    request.
+    """
+    begun = False
+    while True:
+        stream = engine.generate(request)
+        try:
+            async for output in stream:
+                if not begun:
+                    begun = True
+                    turns.moved()
+                yield output
+            turns.ended()
+            return
+        except Overloaded as error:
+            refusal = overloaded(error)
+        except Unavailable as error:
+            raise unavailable(str(error), error.retry_after_s) from None
+        except ValueError as error:
+            name, colon, _ = str(error).partition(": ")  # a message "FIELD: ..." names the wrong field
+            blamed = name if colon and name.isidentifier() else None
+            raise ApiError(str(error), param=blamed, code="invalid_value") from None
+        finally:
+            close = getattr(stream, "aclose", None)
+            if close is not None:
+                await close()
+        await turns.wait(refusal)
+
+
+def usage_so_far(choice: OutputSequence) -> dict[str, int]:
+    """Return the usage of one sequence so far, for `continuous_usage_stats`."""
+    return {
+        "prompt_tokens": choice.prompt_tokens,
+        "completion_tokens": choice.tokens,
+        "total_tokens": choice.prompt_tokens + choice.tokens,
+    }
+
+
+def usage(choices: Sequence[OutputSequence]) -> dict[str, Any]:
+    """Return the usage of a whole call in tokens. A prompt with several choices counts once.
+
+    Completion tokens include a final stop token. Prediction tokens are the draft's: all verified nodes except roots,
+    accepted or not.
+    """
+    first_of_prompt = {choice.prompt_index: choice for choice in reversed(choices)}.values()
+    prompt = sum(choice.prompt_tokens for choice in first_of_prompt)
+    completion = sum(choice.tokens for choice in choices)
+    counts = [choice.speculation for choice in choices if choice.speculation]
+    accepted = sum(count.accepted_tokens for count in counts)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(choice.cached_tokens for choice in first_of_prompt)},
+        "completion_tokens_details": {
+            "reasoning_tokens": sum(choice.reasoning_tokens for choice in choices),
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": sum(count.drafted for count in counts) - accepted,
+        },
+    }
+
+
+def speculation_metrics(choices: Sequence[OutputSequence]) -> dict[str, Any] | None:
+    """Return `metrics` in vLLM's form, which AIPerf reads, or None if there was no speculation or the call has several
+    sequences.
+
+    `acceptance_histogram[j]` counts steps that accepted j draft tokens; its length is `num_spec_tokens + 1`.
+    """
+    counts = choices[0].speculation if len(choices) == 1 else None
+    return {"speculative_decoding": _speculative_decoding(counts)} if counts else None
+
+
+def _speculative_decoding(counts: SpeculationCounts) -> dict[str, Any]:
+    histogram = list(counts.accepted) or [0]
+    return {
+        "mean_acceptance_length": counts.accept_length,
+        "draft_acceptance_rate": counts.accepted_tokens / counts.drafted if counts.drafted else 0.0,
+        "acceptance_histogram": histogram,
+        "num_spec_steps": counts.steps,
+        "num_accepted_draft_tokens": counts.accepted_tokens,
+        "num_draft_tokens": counts.drafted,
+        "num_spec_tokens": len(histogram) - 1,
+    }

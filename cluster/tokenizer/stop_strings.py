@@ -1,0 +1,197 @@
+"""Stop strings: decides where one ends the text of a sequence, and which text a client may see before that.
+
+The engine ends a request at the token that completes a stop string, and the REST layer cuts the text there. Both ask
+`StopStrings`, so they cut at the same character, however steps divide the tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from cluster.request import SequenceOutput
+from cluster.tokenizer.tokenizer import IncrementalDetokenizer, TextTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class StopHit:
+    """A completed stop string; `start` and `end` are its character positions in the fed text."""
+
+    stop: str
+    start: int
+    end: int
+
+
+class StopFinder:
+    """Finds the first stop string that a growing text completes, wherever the text is split into pieces.
+
+    The first stop string is the one that ends first. If two end at the same character, it is the longer of the two.
+    Each stop string has its own Knuth-Morris-Pratt matcher, so a character costs constant amortised time per stop
+    string, and no text is kept.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = sorted((s for s in stops if s), key=len, reverse=True)
+        self._borders = [_borders(stop) for stop in self._stops]
+        self._matched = [0] * len(self._stops)  # per stop string, the length of its prefix at the end of the fed text
+        self._fed = 0  # characters fed so far
+
+    def find(self, piece: str) -> StopHit | None:
+        """Feed the next piece of text. Return a hit if the piece completes a stop string. Do not call `find` after a
+        hit.
+        """
+        if not self._stops:
+            self._fed += len(piece)
+            return None
+        for character in piece:
+            self._fed += 1
+            for which, stop in enumerate(self._stops):
+                matched = self._matched[which]
+                while matched and stop[matched] != character:
+                    matched = self._borders[which][matched - 1]
+                if stop[matched] == character:
+                    matched += 1
+                if matched == len(stop):
+                    return StopHit(stop, self._fed - len(stop), self._fed)
+                self._matched[which] = matched
+        return None
+
+    def skip(self, piece: str) -> None:
+        """Skip text in which stop strings do not count."""
+        self._fed += len(piece)
+
+    @property
+    def held(self) -> int:
+        """The number of last characters fed that may be the beginning of a stop string."""
+        return max(self._matched, default=0)
+
+
+def _borders(word: str) -> list[int]:
+    """Return, for every prefix of `word`, the length of its longest proper prefix that is also its suffix."""
+    borders = [0] * len(word)
+    length = 0
+    for at in range(1, len(word)):
+        while length and word[at] != word[length]:
+            length = borders[length - 1]
+        if word[at] == word[length]:
+            length += 1
+        borders[at] = length
+    return borders
+
+
+class StopStrings:
+    """Decides where a stop string ends a sequence: for the engine, and for the text that a client sees.
+
+    Stop strings count neither in the prompt nor in the text of the first `min_tokens` tokens. `hit` is the stop string
+    that ended the text, or None.
+    """
+
+    def __init__(
+        self, tokenizer: TextTokenizer, prompt_token_ids: Sequence[int], stops: Sequence[str], min_tokens: int = 0
+    ) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids)
+        self._finder = StopFinder(stops)
+        self._early = min_tokens  # tokens to come in whose text stop strings do not count
+        self.hit: StopHit | None = None
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Return the text that these tokens complete. Do not call `push` after a hit."""
+        text = ""
+        if self._early:
+            early, token_ids = token_ids[: self._early], token_ids[self._early :]
+            self.pass_over(len(early))
+            text = self._detokenizer.push(early)
+            self._finder.skip(text)
+        return text + self._find(self._detokenizer.push(token_ids))
+
+    def pass_over(self, tokens: int) -> None:
+        """Count tokens that have no text here, such as special tokens."""
+        self._early = max(0, self._early - tokens)
+
+    def finish(self) -> str:
+        """Return the rest of the text."""
+        return self._find(self._detokenizer.finish())
+
+    @property
+    def held(self) -> int:
+        """The number of last characters that may be the beginning of a stop string."""
+        return self._finder.held
+
+    def _find(self, piece: str) -> str:
+        self.hit = self._finder.find(piece)
+        return piece
+
+
+class StoppedText:
+    """Returns the text of one sequence that a client may see: complete characters, and no part of a stop string."""
+
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        prompt_token_ids: Sequence[int],
+        stops: Sequence[str] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
+        shown: Mapping[int, str] | None = None,
+    ) -> None:
+        """`include_stop` shows the stop string or the stop token that ends the text. `shown` maps special tokens to the
+        names under which the text shows them; stop strings are searched in the text without these names.
+        """
+        self._stops = StopStrings(tokenizer, prompt_token_ids, stops, min_tokens)
+        self._shown = shown or {}
+        # Names of special tokens that were not sent yet, each with the number of text characters before it.
+        self._names: list[tuple[int, str]] = []
+        self._include_stop = include_stop
+        self._waiting = ""  # text held back, since a stop string may begin in it
+        self.sent = 0  # characters returned so far, without names of special tokens
+
+    @property
+    def hit(self) -> StopHit | None:
+        """The stop string that ended the text, or None."""
+        return self._stops.hit
+
+    def textual(self, output: SequenceOutput) -> tuple[int, ...]:
+        """Return the tokens of an output whose text is shown: a stop token that ends it is like a stop string."""
+        by_token = output.finish_reason == "stop" and isinstance(output.stop_reason, int)
+        return output.token_ids[:-1] if by_token and not self._include_stop else output.token_ids
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Return the text that can be shown after these tokens. It is empty after a stop string."""
+        if not self._shown:
+            return self._push(token_ids)
+        text, run = "", list[int]()
+        for token in token_ids:
+            if token in self._shown:
+                text += self._push(run) if run else ""
+                run = []
+                if not self.hit:
+                    self._names.append((self.sent + len(self._waiting), self._shown[token]))
+                    text += self._named("")
+                self._stops.pass_over(1)
+            else:
+                run.append(token)
+        return text + (self._push(run) if run else "")
+
+    def _push(self, token_ids: Sequence[int]) -> str:
+        return "" if self.hit else self._release(self._stops.push(token_ids), last=False)
+
+    def finish(self) -> str:
+        """Return the rest of the text, held back until now because a stop string might have begun in it."""
+        return "" if self.hit else self._release(self._stops.finish(), last=True)
+
+    def _release(self, piece: str, last: bool) -> str:
+        text = self._waiting + piece
+        if self.hit:
+            ready = (self.hit.end if self._include_stop else self.hit.start) - self.sent
+        else:
+            ready = len(text) - (0 if last else self._stops.held)
+        self._waiting = text[ready:]
+        self.sent += ready
+        return self._named(text[:ready]) if self._names else text[:ready]
+
+    def _named(self, text: str) -> str:
+        """Return `text`, which `sent` already counts, with the names of special tokens inserted."""
+        begin, found, at = self.sent - len(text), "", 0
+        while self._names and self._names[0][0] <= self.sent:
+            place, name = self._names.pop(0)
+            found += text[at : place - begin] + name
+            at = max(at, place - begin)
+        return found + text[at:]
