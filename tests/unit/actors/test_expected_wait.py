@@ -62,8 +62,14 @@ LOADS: dict[str, tuple[list[Arrival], dict[str, Any], float]] = {
 }
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize(
+    ("load", "groups"),
+    [
+        *((load, 1) for load in LOADS),
+        *(("short beside long", 2), ("nobody decodes", 2)),
+        *(pytest.param(load, 2, marks=pytest.mark.slow) for load in ("bursts", "all long", "slots full", "KV full")),
+    ],
+)
 def test_the_expected_wait_is_the_true_one(load: str, groups: int) -> None:
     arrivals, given, over_s = LOADS[load]
     if groups == 2:  # each request twice, but for the longest

@@ -192,11 +192,12 @@ def brute_force_lives(operations: int, size: int, seed: int) -> tuple[int, int]:
     return most, evicted
 
 
+@pytest.mark.parametrize("operations", [7000, pytest.param(25_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_eviction_order_is_that_of_a_brute_force_lru(size: int) -> None:
-    """100,000 operations in all."""
-    most, evicted = brute_force_lives(25_000, size, seed=size)
-    assert most > 60 and evicted > 5000
+def test_eviction_order_is_that_of_a_brute_force_lru(size: int, operations: int) -> None:
+    """100,000 operations in all, where there is time."""
+    most, evicted = brute_force_lives(operations, size, seed=size)
+    assert most > 60 and evicted > operations / 5
 
 
 def test_insert_behind_a_long_path_reads_only_what_is_new() -> None:

@@ -62,3 +62,19 @@ def test_the_bound_is_the_overlap_of_both_distributions(pair: Pair) -> None:
 
     assert acceptance.bounds_of(reached, [text], Copy(True), draft.ids) == pytest.approx([1.0] * len(reached))  # type: ignore[arg-type]
     assert acceptance.bounds_of(reached, [text], Copy(False), draft.ids) == [0.0] * len(reached)  # type: ignore[arg-type]
+
+
+def test_accept_lengths_at_equal_tokens(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pair, "prompts", lambda self, count, length: PROMPTS[:count])
+    result = acceptance.measure(pair, acceptance.Size(3, 6, 12), say=lambda _: None)
+    assert result["identical"] is True
+    assert [(x["name"], x["temperature"]) for x in result["accept_lengths"]] == [
+        ("chain of 5", 0.0),
+        ("topk 4, 5 levels, 24 nodes", 0.0),
+        ("chain of 5", 0.8),
+        ("topk 4, 5 levels, 24 nodes", 0.8),
+    ]
+    assert all(1.0 <= x["accept_length"] <= 6.0 for x in result["accept_lengths"])
+    shown = acceptance.show(result)
+    for words in ("3.30", "goal 85%", "top-4 coupled", "same tokens as plain decoding: yes"):
+        assert words in shown
