@@ -176,11 +176,6 @@ def test_a_bad_value_names_its_setting(given: dict[str, Any], names: list[str]) 
         assert name in str(refused.value)
 
 
-def test_settings_are_frozen() -> None:
-    with pytest.raises(ValueError, match="frozen"):
-        config().page_size = 4  # type: ignore[misc]
-
-
 def test_no_speculation_is_a_tree_of_one_node() -> None:
     assert tree_shape(config()) == PLAIN == TreeShape(num_steps=0, topk=1, num_draft_tokens=1)
     assert PLAIN.window == 1
