@@ -212,6 +212,8 @@ def test_a_hidden_of_another_width_or_dtype_is_refused() -> None:
     for wrong in (torch.zeros(2, 64), torch.zeros(2, 128), torch.zeros(2, 96, dtype=torch.float64)):
         with pytest.raises((RuntimeError, ValueError)):
             draft.fuse_aux(wrong)
+    with pytest.raises(ValueError, match="are 128 wide together, and the draft takes 96"):
+        EagleDraftExtendInput.hidden_of(draft.spec, [torch.zeros(5, 32)] * 4, torch.tensor([1]))
     table = EagleDraftInput.create_idle_input(draft.spec, SHAPE.topk, shape.dtype, CPU, requests=4)
     with pytest.raises((RuntimeError, IndexError)):
         table.put(torch.arange(2), EagleDraftInput.create_idle_input(None, SHAPE.topk, shape.dtype, CPU, requests=2))

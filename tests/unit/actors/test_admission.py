@@ -1,15 +1,13 @@
-"""Admission against a server that is simulated in its own time: who is let in, who is told to come back, and when."""
+"""Admission by a clock that is moved by hand: who is let in, who is told to come back, and when.
 
-import heapq
-import pickle
-import random
-import statistics
-from dataclasses import dataclass, field
+That the expected waits are the true ones, also of those that come in overload, is in `test_expected_wait.py`.
+"""
+
 from typing import Any
 
 import pytest
 
-from cluster.actors.admission import HEADROOM, Admission
+from cluster.actors.admission import Admission
 from cluster.actors.messages import Overloaded
 from cluster.actors.output_lengths import FIRST_GUESS
 from cluster.config import EngineConfig
@@ -26,105 +24,6 @@ def config(**settings: Any) -> ResolvedSettings:
 
 def request(name: str, max_tokens: int = 100, prompt: int = 10) -> Request:
     return Request(name, tuple(range(prompt)), RequestParams(max_tokens=max_tokens))
-
-
-@dataclass
-class Simulation:
-    """A server of `slots` slots, each good for `pace` tokens per second, first come first served, in 0.05 s steps."""
-
-    settings: ResolvedSettings
-    slots: int = 8
-    pace: float = 20.0
-    now: float = 0.0
-    waits: list[tuple[float, float]] = field(default_factory=list)  # (arrival, wait) of those let in
-    refused: list[tuple[float, float]] = field(default_factory=list)  # (arrival, Retry-After)
-    finished: int = 0
-
-    def run(self, arrivals: list[tuple[float, int, int]], until: float) -> None:
-        """`arrivals` are (time, max_tokens, tokens that it really takes)."""
-        admission = Admission(self.settings, clock=lambda: self.now)
-        admission.started(PLENTY)
-        coming = [(at, number, most, length) for number, (at, most, length) in enumerate(arrivals)]
-        heapq.heapify(coming)
-        waiting: list[tuple[str, float, int]] = []
-        running: dict[str, float] = {}
-        lengths: dict[str, int] = {}
-        mosts: dict[str, int] = {}
-        dealt: dict[str, int] = {}
-        while self.now < until:
-            self.now += 0.05
-            while coming and coming[0][0] <= self.now:
-                at, number, most, length = heapq.heappop(coming)
-                name = str(number)
-                if (full := admission.full()) is not None:
-                    self.refused.append((at, full.retry_after_s))
-                    continue
-                try:
-                    admission.check(request(name, most))
-                except Overloaded as error:
-                    self.refused.append((at, error.retry_after_s))
-                    continue
-                admission.entered(request(name, most))
-                mosts[name] = most
-                waiting.append((name, at, length))
-            while waiting and len(running) < self.slots:
-                name, at, length = waiting.pop(0)
-                running[name], lengths[name], dealt[name] = 0.0, length, 0
-                self.waits.append((at, self.now - at))
-            for name in list(running):
-                running[name] += 0.05 * self.pace
-                new = min(int(running[name]), lengths[name]) - dealt[name]
-                if new:
-                    dealt[name] += new
-                    admission.progressed(name, new)
-                if dealt[name] >= lengths[name]:
-                    admission.left(name, stopped=lengths[name] < mosts[name])
-                    del running[name]
-                    self.finished += 1
-
-
-def lengths_of(kind: str, count: int) -> list[tuple[int, int]]:
-    rng = random.Random(5)
-    if kind == "equal":
-        return [(100, 100)] * count
-    if kind == "known":
-        return [(size, size) for size in (rng.choice((40, 80, 160)) for _ in range(count))]
-    return [(4096, max(1, min(4096, int(rng.expovariate(1 / 100))))) for _ in range(count)]  # unknown to the server
-
-
-@pytest.mark.parametrize("kind", ["equal", "known", "unknown"])
-@pytest.mark.parametrize("burst", [False, True])
-def test_five_times_overload(kind: str, burst: bool) -> None:
-    sim = Simulation(config())
-    capacity = 8 * 20.0 / 100  # requests per second
-    seconds, count = 120.0, int(5 * capacity * 120.0)
-    times = [0.0] * 100 if burst else []
-    times += [seconds * i / count for i in range(count)]
-    sim.run([(at, *size) for at, size in zip(times, lengths_of(kind, len(times)), strict=True)], seconds)
-    taken = sorted(wait for _, wait in sim.waits)
-    sure = (
-        0.95 if kind == "unknown" else 0.99
-    )  # chance has its say where there are 8 slots and nobody knows the lengths
-    assert taken[int(sure * len(taken))] <= 10.0
-    mean = 93.3 if kind == "known" else 100
-    assert sim.finished >= 0.9 * (seconds * 8 * 20.0 / mean - 8)
-    # Retry-After against what those let in at about the same time really waited, once there is a queue
-    ratios = []
-    for at, said in sim.refused:
-        near = [wait for arrival, wait in sim.waits if abs(arrival - at) < 3.0]
-        if at > 20.0 and near:
-            ratios.append(said / statistics.mean(near))
-    assert len(ratios) > 50
-    assert 0.5 < statistics.median(ratios) < 2.0
-    assert sum(0.5 <= ratio <= 2.0 for ratio in ratios) > 0.8 * len(ratios)
-
-
-def test_a_server_with_room_takes_everybody() -> None:
-    sim = Simulation(config())
-    times = [i / (0.7 * 1.6) for i in range(100)]
-    sim.run([(at, 100, 100) for at in times], 120.0)
-    assert not sim.refused
-    assert sim.finished == 100
 
 
 class Hand:
@@ -148,16 +47,6 @@ def filled(clock: Hand, count: int = 8, **settings: Any) -> Admission:
         for i in range(count):
             admission.progressed(f"r{i}", 1)
     return admission
-
-
-def test_requests_in_the_queue_are_counted() -> None:
-    admission = Admission(config(max_queued_requests=5), Hand())
-    admission.started(PLENTY)
-    for i in range(5):
-        admission.check(request(f"r{i}"))
-        admission.entered(request(f"r{i}"))
-    with pytest.raises(Overloaded, match="max_queued_requests is 5"):
-        admission.check(request("one more"))
 
 
 @pytest.mark.parametrize(("bound_s", "taken"), [(5.0, 8), (30.0, 24), (600.0, 200)])
@@ -249,9 +138,3 @@ def test_expected_lengths_are_learnt() -> None:
         admission.progressed(f"r{i}", 10)
         admission.left(f"r{i}", stopped=True)
     assert admission.new_tokens(request("r", max_tokens=4096)) == pytest.approx(10.0, rel=0.7)
-    assert 0.0 < HEADROOM < 1.0
-
-
-def test_a_refusal_survives_a_pickle() -> None:
-    error = pickle.loads(pickle.dumps(Overloaded("full", 12.5)))
-    assert (str(error), error.retry_after_s) == ("full", 12.5)

@@ -165,17 +165,6 @@ def test_an_idle_gang_fills_the_caches_of_all_its_ranks() -> None:
     assert [balancer.load(rank).pages for rank in range(2)] == [50, 50]
 
 
-def test_generated_tokens_are_a_prefix_too() -> None:
-    balancer = Balancer("expected_load", 2, PAGE)
-    turn, answer = tuple(range(10)), tuple(range(50, 80))
-    balancer.choose(Request("turn1", turn, routed_dp_rank=1), 8.0)
-    balancer.started("turn1")
-    balancer.ended("turn1", answer)
-    assert balancer.load(1).pages == (10 + 30 - 1) // PAGE
-    assert balancer.choose(Request("turn2", (*turn, *answer, 7, 8)), 8.0) == 1
-    assert balancer.load(1).queued_tokens == 42 - 36
-
-
 def test_a_prefix_draws_requests_of_its_own_salt_only() -> None:
     balancer = Balancer("expected_load", 2, PAGE)
     ids, answer = tuple(range(40)), (7, 8, 9, 10)
@@ -341,15 +330,6 @@ def test_the_index_is_bounded_and_forgets_ends_before_beginnings() -> None:
     assert [index.held(chain) for chain in chains[-3:]] == [2, 4, 4]
     index.add(range(1000, 1100))
     assert (len(index), index.held(range(1000, 1100))) == (10, 10)
-
-
-def test_memory_does_not_grow_with_history() -> None:
-    balancer = Balancer("expected_load", 2, PAGE, index_pages=50)
-    for i in range(500):
-        balancer.choose(request(f"r{i}", 100, 1000 * i), 8.0)
-        run(balancer, f"r{i}")
-    assert sorted(balancer.load(rank).pages for rank in range(2)) == [50, 50]
-    assert not balancer._open
 
 
 def test_settings_make_a_balancer() -> None:

@@ -62,8 +62,14 @@ LOADS: dict[str, tuple[list[Arrival], dict[str, Any], float]] = {
 }
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize(
+    ("load", "groups"),
+    [
+        *((load, 1) for load in LOADS),
+        *(("short beside long", 2), ("nobody decodes", 2)),
+        *(pytest.param(load, 2, marks=pytest.mark.slow) for load in ("bursts", "all long", "slots full", "KV full")),
+    ],
+)
 def test_the_expected_wait_is_the_true_one(load: str, groups: int) -> None:
     arrivals, given, over_s = LOADS[load]
     if groups == 2:  # each request twice, but for the longest
@@ -133,11 +139,12 @@ def test_those_that_are_let_in_wait_no_longer_than_the_limit(load: str) -> None:
     assert max(waits) > LIMIT_S / 4, "and many are let in"
 
 
-def test_five_times_overload_gets_an_honest_retry_after() -> None:
-    """As in `aerie bench overload`: two ranks of eight slots, answers of one known length."""
+@pytest.mark.parametrize(("most", "right"), [(96, 0.95), (4096, 0.9)])
+def test_five_times_overload_gets_an_honest_retry_after(most: int, right: float) -> None:
+    """As in `aerie bench overload`: two ranks of eight slots, answers of one length, which is known or is learned."""
     gang_of_two = gang(groups=2, admits_all=False, settings={"max_running_requests": 8})
     capacity = 2 * 8 * ACCEPT / 96 / (1e-6 * CPU.step(8, 60))  # requests a second
-    outcomes = gang_of_two.run([Arrival(i / (5 * capacity), 22, 96) for i in range(int(25 * 5 * capacity))])
+    outcomes = gang_of_two.run([Arrival(i / (5 * capacity), 22, 96, most) for i in range(int(25 * 5 * capacity))])
     taken = [one for one in outcomes if not one.refused]
     assert max(one.waited for one in taken) <= LIMIT_S
     assert len(taken) > 0.8 * capacity * gang_of_two.now
@@ -146,7 +153,7 @@ def test_five_times_overload_gets_an_honest_retry_after() -> None:
         near = [other.waited for other in taken if abs(other.arrival.at - one.arrival.at) < 2.0]
         if one.refused and near:
             ratios.append(one.expected / median(near))
-    assert len(ratios) > 500 and sum(0.5 <= ratio <= 2.0 for ratio in ratios) > 0.95 * len(ratios)
+    assert len(ratios) > 500 and sum(0.5 <= ratio <= 2.0 for ratio in ratios) > right * len(ratios)
 
 
 def test_refusals_by_the_hundred_cost_few_forecasts(monkeypatch: pytest.MonkeyPatch) -> None:

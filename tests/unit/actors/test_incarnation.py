@@ -56,10 +56,6 @@ async def refuses() -> None:
     raise ConfigError("model_path: no such folder")
 
 
-def test_loads_that_end_give_what_they_gave() -> None:
-    assert load(life(), soon, soon, time_s=30, still_s=30) == [7, 7]
-
-
 def test_what_was_said_of_a_rank_while_it_loaded_does_not_end_the_life_that_has_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

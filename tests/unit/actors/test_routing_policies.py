@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.actors.balance import POLICIES
-from tests.unit.actors.simulated_routing import KV_S, ROW_S, STEP_S, Row, Skew, compare, load_of, table_of
+from tests.unit.actors.simulated_routing import KV_S, ROW_S, STEP_S, Row, Skew, compare, load_of
 
 SMALL = Skew(requests=300)
 PAIR = ("expected_load", "round_robin")
@@ -79,9 +79,3 @@ def test_it_gains_without_prefixes_to_share_too() -> None:
         gains.append(rows["expected_load"].mean_s / rows["round_robin"].mean_s)
         assert rows["expected_load"].prefix_hits == 0.0
     assert sum(gains) / len(gains) < 0.97
-
-
-def test_the_table_names_every_policy_and_the_costs() -> None:
-    text = table_of(compare(0, replace(SMALL, requests=40)))
-    assert all(policy in text for policy in POLICIES)
-    assert "6 ms + 25 us a row" in text

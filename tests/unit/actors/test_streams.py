@@ -201,22 +201,15 @@ def test_suspects_are_halved_and_only_the_poison_ends(count: int, place: float, 
     assert all(len(s.dealt) == gang.length for s in streams if s.name != poison)
 
 
-def test_two_poisons_end_and_nobody_else() -> None:
-    gang = Gang(many(12), {"s3", "s9"}, room=64)
+@pytest.mark.parametrize(
+    ("count", "poison", "room", "announced"),
+    [(12, {"s3", "s9"}, 64, True), (60, {"s57"}, 4, True), (9, {"s4"}, 64, False)],
+    ids=["two", "at the end of a long queue", "its beginning is never announced"],
+)
+def test_every_poison_ends_and_nobody_else(count: int, poison: set[str], room: int, announced: bool) -> None:
+    gang = Gang(many(count), poison, room, announced)
     gang.serve_all()
-    assert failed(gang) == {"s3", "s9"}
-
-
-def test_a_poison_at_the_end_of_a_long_queue() -> None:
-    gang = Gang(many(60), {"s57"}, room=4)
-    gang.serve_all()
-    assert failed(gang) == {"s57"} and gang.losses <= 8
-
-
-def test_a_poison_whose_beginning_is_never_announced_is_found_too() -> None:
-    gang = Gang(many(9), {"s4"}, room=64, announced=False)
-    gang.serve_all()
-    assert failed(gang) == {"s4"}
+    assert failed(gang) == poison and (room > 4 or gang.losses <= 8)
 
 
 def test_while_suspects_wait_newcomers_stay_behind_them() -> None:

@@ -91,10 +91,3 @@ def test_a_tree_wider_than_the_draft_has_tokens() -> None:
         check_models(
             settings(speculative_draft_model_path=narrow, speculative_eagle_topk=20, speculative_num_draft_tokens=21)
         )
-
-
-@pytest.mark.parametrize("content", [b"", b"\x10", b"\xff" * 64, (5).to_bytes(8, "little") + b"[1,2]"])
-def test_a_header_that_is_none(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(ConfigError, match="not a readable safetensors file"):
-        stored_shapes(str(tmp_path))

@@ -11,18 +11,7 @@ from cluster.attention.torch_backend import TorchAttention
 from cluster.batch import AttentionMetadata, HostBounds, TreeRows
 from cluster.kv.pool import KVPool
 from tests.tables import table_of
-from tests.unit.attention.dense import CPU, Case
-
-PARENTS = (-1, 0, 0, 1, 3, 2)  # nodes in order of depth: 0 -> 1, 2; 1 -> 3; 3 -> 4; 2 -> 5
-
-
-@pytest.mark.parametrize("window", [None, 1, 2, 3, 4, 7, 100])
-@pytest.mark.parametrize("sunk", [False, True])
-@pytest.mark.parametrize("latent", [False, True])
-def test_a_row_of_a_tree_sees_the_last_tokens_of_its_own_path(window: int | None, sunk: bool, latent: bool) -> None:
-    shape = {"heads": 4, "kv_heads": 1 if latent else 2, "committed": (6, 0, 2), "parents": PARENTS, "chunks": ()}
-    one = Case(**shape, page_size=1, lies="scattered", latent=latent, sunk=sunk, window=window)
-    assert torch.allclose(one.given(), one.expected(), atol=1e-12)
+from tests.unit.attention.dense import CPU
 
 
 def test_other_layers_keep_the_whole_text() -> None:

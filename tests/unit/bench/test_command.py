@@ -8,7 +8,7 @@ import pytest
 
 import benchmarks.__main__  # noqa: F401 - adds its parts
 from cluster.bench import command
-from cluster.bench.cases import acceptance, demo, levels, offline, overload, peers, serving
+from cluster.bench.cases import acceptance, levels, offline, overload, peers, serving
 from cluster.bench.goals import Goal
 
 
@@ -95,12 +95,6 @@ def test_the_help_says_how_long_each_part_lasts() -> None:
         assert f"{part} ({of.minutes:g} min, quick {of.quick_s:g} s)" in words
 
 
-def test_every_part_has_two_sizes_a_measurement_and_a_table() -> None:
-    for name, (module, *_) in command.PARTS.items():
-        assert isinstance(module.QUICK, module.Size), name
-        assert callable(module.measure) and callable(module.show), name
-
-
 @pytest.mark.parametrize("part", command.PARTS)
 def test_a_part_gets_its_size_and_who_to_tell(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, given = command.PARTS[part].module, dict[str, Any]()
@@ -134,12 +128,3 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
         command.run(parsed("acceptance", "--model", str(tmp_path), "--draft", str(tmp_path)))
     with pytest.raises(ValueError, match="--model needs --draft"):
         command.run(parsed("acceptance", "--model", str(tmp_path)))
-
-
-def test_demo_has_its_flags() -> None:
-    parser = argparse.ArgumentParser()
-    demo.add_arguments(parser)
-    args = parser.parse_args(["--set", "dtype=float64", "--rounds", "1"])
-    assert (args.settings, args.rounds) == (["dtype=float64"], 1)
-    assert args.config is None
-    assert len(demo.PROMPTS) == 8

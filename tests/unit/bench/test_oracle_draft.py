@@ -31,8 +31,7 @@ def texts(engine: Engine, prompts: list[list[int]]) -> Run:
     return run(engine, [request(str(i), p, GREEDY, max_tokens=NEW, seed=i) for i, p in enumerate(prompts)])
 
 
-@pytest.mark.parametrize("capture", ["off", "on"])
-@pytest.mark.parametrize(("topk", "steps", "nodes"), [(1, 3, None), (4, 4, 16)])
+@pytest.mark.parametrize(("topk", "steps", "nodes", "capture"), [(1, 3, None, "off"), (4, 4, 16, "on")])
 @pytest.mark.parametrize("accept_length", [1.0, 2.4, 4.0])
 def test_any_accept_length(
     accept_length: float, topk: int, steps: int, nodes: int | None, capture: str, made: MadeUp

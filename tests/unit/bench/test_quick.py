@@ -15,7 +15,8 @@ from tests.unit.bench.test_command import parsed
 
 OTHERS = {"peers"}  # needs vLLM; a stand-in of it is measured in cases/test_peers.py
 SERVED = {"serving", "faults", "crowd", "rude", "overload"}  # each starts `aerie serve`
-LONG = SERVED - {"serving"}  # a minute and more: some wait for lost ranks, some measure over fixed times
+# Those that take a minute and more, and those of some seconds that cases/ has faster tests of.
+LONG = SERVED | {"offline", "acceptance", "levels", "grammars", "lockstep", "roofline"}
 
 
 def marked(part: str) -> object:

@@ -1,4 +1,4 @@
-from cluster.bench.rank_counts import RankCounts, counts_of, rank_table, since
+from cluster.bench.rank_counts import RankCounts, counts_of, since
 from cluster.observability.metrics import EngineMetrics, StepStats, merge
 
 
@@ -19,10 +19,3 @@ def test_what_every_rank_did_between_two_pages() -> None:
     assert before == {0: RankCounts(2, 7, 2, 5, 0), 1: RankCounts()}
     assert since(before, after) == {0: RankCounts(2, 7, 2, 5, 0), 1: RankCounts(padded_rows=8)}
     assert since({}, after)[0] == RankCounts(4, 14, 4, 10, 0), "a rank that was not there before"
-
-
-def test_a_row_per_rank() -> None:
-    lines = rank_table(counts_of(page((0, TREES), (1, PADDED)))).splitlines()
-    assert lines[0].split("  ")[0] == "rank"
-    assert lines[2].split() == ["0", "2", "7", "3.50", "0"]
-    assert lines[3].split() == ["1", "0", "0", "-", "8"]

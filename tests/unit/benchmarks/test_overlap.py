@@ -2,7 +2,6 @@ import time
 
 import pytest
 
-from benchmarks import overlap
 from benchmarks.overlap import Size, figures
 from benchmarks.simulated_device import simulate
 from cluster.bench.ranks import RankRun, StepRecord
@@ -42,15 +41,3 @@ def test_a_simulated_device_works_while_the_host_does_something_else(ahead: bool
     assert time.perf_counter() - began >= 0.02 * len(device.gaps)
     assert len(device.waited) >= 9 and all(waited <= 0.02 for waited in device.waited)
     assert ahead == (len(device.gaps) > 10), "requests ended while one more step was under way"
-
-
-def test_the_table_names_the_goals() -> None:
-    rows = [
-        {"overlap": True, "gap_goal": 0.05, "step_ms": 5.1, "gap_share": 0.02},
-        {"overlap": False, "gap_goal": None, "step_ms": 6.1, "gap_share": 0.2},
-    ]
-    rows = [{"ranks": 2, "device_ms": 5.0, "host_ms": 0.4, "parts_ms": 0.3, **row} for row in rows]
-    where = {"cpu": "a CPU", "cores": 2, "load_average": [0.0]}
-    given = {"step_ms": 5.0, "requests": 32, "repeats": 5, "host_goal_ms": 0.5, "machine": where, "rows": rows}
-    text = overlap.show(given)
-    assert "on" in text and "2.0%" in text and "5%" in text and "20.0%" in text

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import subprocess
-import unicodedata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,6 @@ from benchmarks.real import build, pieces, prompts
 from benchmarks.real.answers import body_of, cut
 from benchmarks.real.comparison import NEAR, compared, differences
 from benchmarks.real.kept import Kept
-from benchmarks.real.speed import figures
 from benchmarks.real.table import report
 from cluster.paths.checkout import CHECKOUT, DEMO_TARGET
 
@@ -67,17 +65,6 @@ def test_a_build_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mo
     assert build.build(root, [], print) == root / "model"
     assert ran[4:] == ["chunk_paths", "convert.py"], "what is installed and joined stays"
     assert build.build(root, [], print) == root / "model" and len(ran) == 6
-
-
-def test_there_are_fifty_prompts_of_many_scripts() -> None:
-    found = prompts.read()
-    assert len(found) == 50 and sum(bool(prompt.messages) for prompt in found) >= 3
-    scripts = {unicodedata.name(c, "?").split()[0] for prompt in found for c in prompt.text if c.isalpha()}
-    many = "ARABIC HEBREW DEVANAGARI BENGALI TAMIL THAI KHMER MYANMAR TIBETAN CJK HIRAGANA HANGUL CYRILLIC GREEK"
-    assert {*many.split(), "GEORGIAN", "ARMENIAN", "ETHIOPIC"} <= scripts
-    assert any("👨‍👩‍👧‍👦" in prompt.text for prompt in found)
-    longest = max(found, key=lambda prompt: len(prompt.text))
-    assert len(longest.text) > 5000 and "Chapter 24" in longest.text and "{n}" not in longest.text
 
 
 @pytest.mark.parametrize(
@@ -149,11 +136,6 @@ def test_requests_are_those_of_clients() -> None:
     path, body = body_of(prompts.Prompt("a", "text"), 8, 1.0, 3)
     assert (path, body["prompt"], body["temperature"], body["seed"]) == ("/v1/completions", "text", 1.0, 3)
     assert cut([4, 5, 1, 0, 0], ends=[1, 106]) == [4, 5] and cut([4, 5], ends=[1]) == [4, 5]
-
-
-def test_ratios_say_how_many_times_as_fast_aerie_is() -> None:
-    assert figures({"aerie": [4.0, 6.0], "transformers": [2.0, 2.0]}, True)["times"] == 2.5
-    assert figures({"aerie": [1.0, 1.0], "transformers": [2.0, 4.0]}, False)["times"] == 3.0
 
 
 def test_what_a_stage_has_made_before_an_interruption_is_kept(tmp_path: Path) -> None:

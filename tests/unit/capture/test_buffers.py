@@ -42,19 +42,6 @@ def test_a_buffer_is_lent_for_half_of_it_at_least_and_for_its_dtype() -> None:
         assert (lent.data_ptr() == place) is again and lent.numel() == numbers <= buffer.numel()
 
 
-def test_the_smallest_that_fits_is_taken() -> None:
-    buffers = Buffers()
-    both = [buffers.lend(torch.empty(numbers))[0] for numbers in (8, 6)]
-    smaller = both[1].data_ptr()
-    both.clear()
-    assert buffers.lend(torch.empty(5))[0].data_ptr() == smaller
-
-
-def test_strides_stay() -> None:
-    lent, _ = Buffers().lend(torch.empty(2, 3).t())
-    assert lent.shape == (3, 2) and lent.stride() == (1, 3)
-
-
 def test_what_lasts_lies_where_the_lent_tensor_lay_and_holds_nothing() -> None:
     buffers = Buffers()
     lent, _ = buffers.lend(torch.empty(2, 4))
@@ -67,11 +54,6 @@ def test_what_lasts_lies_where_the_lent_tensor_lay_and_holds_nothing() -> None:
     assert again.data_ptr() == place
     again.zero_()
     assert lasting.tolist() == [[0, 0], [0, 0]]
-
-
-def test_what_was_not_lent_stays_itself() -> None:
-    own = torch.ones(2)
-    assert Buffers().lasting(own) is own
 
 
 def test_garbage_that_is_collected_while_it_looks_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:

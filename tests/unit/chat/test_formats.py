@@ -15,12 +15,6 @@ def read(transcript: Transcript, pieces: list[str], **how: bool) -> list[Event]:
 
 
 @pytest.mark.parametrize("name", TRANSCRIPTS)
-def test_the_events_are_those_of_the_transcript(name: str) -> None:
-    transcript = TRANSCRIPTS[name]
-    assert merged(read(transcript, [transcript.text])) == list(transcript.events)
-
-
-@pytest.mark.parametrize("name", TRANSCRIPTS)
 def test_the_same_events_however_it_is_cut_into_pieces(name: str) -> None:
     transcript = TRANSCRIPTS[name]
     text = transcript.text

@@ -145,30 +145,15 @@ def test_speculative_config_is_checked_like_the_rest(given: dict[str, Any], mess
     ("given", "names"),
     [
         ({}, ["model_path"]),
-        ({"model_path": "m", "page_size": 0}, ["page_size"]),
-        ({"model_path": "m", "page_size": 2000}, ["page_size"]),
         ({"model_path": "m", "page_size": "many"}, ["page_size"]),
-        ({"model_path": "m", "dtype": "int8"}, ["dtype"]),
-        ({"model_path": "m", "device": "tpu"}, ["device"]),
-        ({"model_path": "m", "context_length": 1}, ["context_length"]),
-        ({"model_path": "m", "kv_cache_gb": 0}, ["kv_cache_gb"]),
         ({"model_path": "m", "kv_cache_dtype": "fp8_e5m2"}, ["kv_cache_dtype: 'fp8_e5m2'", "e5m2", "set fp8_e4m3, or"]),
         ({"model_path": "m", "kv_cache_dtype": "fp8"}, ["kv_cache_dtype: 'fp8' is not served", "set fp8_e4m3"]),
         ({"model_path": "m", "kv_cache_dtype": "int8"}, ["kv_cache_dtype: 'int8'", "auto for the dtype of the model"]),
-        ({"model_path": "m", "kv_cache_dtype": ["auto"]}, ["kv_cache_dtype"]),
         (
             {"model_path": "m", "attention_backend": "flashinfer", "kv_cache_dtype": "fp8_e4m3"},
             ["attention_backend flashinfer", "kv_cache_dtype fp8_e4m3", "set kv_cache_dtype to auto, or", "to triton"],
         ),
-        ({"model_path": "m", "max_total_tokens": -1}, ["max_total_tokens"]),
-        ({"model_path": "m", "max_running_requests": 0}, ["max_running_requests"]),
-        ({"model_path": "m", "max_queued_tokens": 0}, ["max_queued_tokens"]),
-        ({"model_path": "m", "watchdog_timeout_s": 0}, ["watchdog_timeout_s"]),
-        ({"model_path": "m", "num_threads": 0}, ["num_threads"]),
-        ({"model_path": "m", "random_seed": -1}, ["random_seed"]),
         ({"model_path": "m", "chunked_prefill_size": 0}, ["chunked_prefill_size", "-1 for no limit"]),
-        ({"model_path": "m", "chunked_prefill_size": -2}, ["chunked_prefill_size"]),
-        ({"model_path": "m", "prefill_share": 0}, ["prefill_share", "greater than 0"]),
         ({"model_path": "m", "prefill_share": 1.0}, ["prefill_share", "less than 1"]),
         ({"model_path": "m", "tp_size": 3, "attn_dp_size": 2}, ["attn_dp_size 2", "tp_size 3"]),
         ({"model_path": "m", "speculative_num_steps": 2}, ["speculative_num_steps", "speculative_draft_model_path"]),
@@ -178,15 +163,10 @@ def test_speculative_config_is_checked_like_the_rest(given: dict[str, Any], mess
             {"model_path": "m", "speculative_draft_overrides": {"recurrent": "pre"}},
             ["speculative_draft_overrides needs speculative_draft_model_path"],
         ),
-        ({"model_path": "m", "mem_fraction_static": 0}, ["mem_fraction_static"]),
         ({"model_path": "m", "gpu_memory_utilization": 1.2}, ["mem_fraction_static"]),
         ({"model_path": "m", "max_total_tokens": 9, "kv_cache_gb": 1}, ["max_total_tokens and kv_cache_gb", "one"]),
         ({"model_path": "m", "speculative_num_draft_tokens": 4}, ["speculative_num_draft_tokens"]),
         ({"model_path": "m", "speculative_algorithm": "EAGLE3"}, ["speculative_draft_model_path"]),
-        ({"model_path": "m", "speculative_algorithm": "NGRAM"}, ["speculative_algorithm"]),
-        ({**EAGLE, "speculative_num_steps": 17}, ["speculative_num_steps"]),
-        ({**EAGLE, "speculative_eagle_topk": 33}, ["speculative_eagle_topk"]),
-        ({**EAGLE, "speculative_num_draft_tokens": 1}, ["speculative_num_draft_tokens"]),
     ],
 )
 def test_a_bad_value_names_its_setting(given: dict[str, Any], names: list[str]) -> None:
@@ -194,11 +174,6 @@ def test_a_bad_value_names_its_setting(given: dict[str, Any], names: list[str]) 
         EngineConfig.from_kwargs(given)
     for name in names:
         assert name in str(refused.value)
-
-
-def test_settings_are_frozen() -> None:
-    with pytest.raises(ValueError, match="frozen"):
-        config().page_size = 4  # type: ignore[misc]
 
 
 def test_no_speculation_is_a_tree_of_one_node() -> None:

@@ -57,19 +57,16 @@ class Meeting(Axis):
         assert [piece.shape[0] for piece in found] == list(taken), "one rank's sizes are not another's"
         return torch.cat(found)
 
-    def all_reduce(self, rows: Tensor) -> Tensor:
-        return added(torch.stack(self._swap([rows] * self.size))) if self.size > 1 else rows
 
-
-def on_ranks(world: int, groups: int, run: Callable[[Mesh], T]) -> list[T]:
-    """What `run` gives on each rank of a gang, in rank order; the first error of a rank is raised."""
+def on_ranks(world: int, groups: int, run: Callable[[Mesh], T], kind: type[Meeting] = Meeting) -> list[T]:
+    """What `run` gives on each rank of a gang with axes of this kind, in rank order; a rank's first error is raised."""
     attn = world // groups
     whole, of_groups = Board(world), [Board(attn) for _ in range(groups)]
 
     def rank_of(rank: int) -> Any:
         clock = ProgressClock()
-        axis = Meeting(rank, world, whole, clock)
-        group = Meeting(rank % attn, attn, of_groups[rank // attn], clock)
+        axis = kind(rank, world, whole, clock)
+        group = kind(rank % attn, attn, of_groups[rank // attn], clock)
         try:
             with torch.inference_mode():
                 return run(Mesh(rank, axis, group, axis, group))

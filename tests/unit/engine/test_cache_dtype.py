@@ -6,12 +6,9 @@ from cluster.config import ConfigError
 from cluster.engine.models import _refuse_gpus_without_fp8
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (7, 5)])
-def test_a_gpu_that_does_not_know_fp8_is_refused(capability: tuple[int, int]) -> None:
-    with pytest.raises(ConfigError, match=r"kv_cache_dtype fp8_e4m3 .* has .*; set kv_cache_dtype to auto, or"):
+def test_gpus_that_do_not_know_fp8_are_refused_and_others_are_not() -> None:
+    for capability in ((8, 6), (7, 5)):
+        with pytest.raises(ConfigError, match=r"kv_cache_dtype fp8_e4m3 .* has .*; set kv_cache_dtype to auto, or"):
+            _refuse_gpus_without_fp8(capability)
+    for capability in ((8, 9), (10, 0)):
         _refuse_gpus_without_fp8(capability)
-
-
-@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0)])
-def test_one_that_does_is_not(capability: tuple[int, int]) -> None:
-    _refuse_gpus_without_fp8(capability)

@@ -9,12 +9,11 @@ import torch
 from cluster.config import EngineConfig
 from cluster.config.resolved import ResolvedSettings
 from cluster.engine.calibrate import StepLimits, TrialLoad, fit
-from cluster.engine.schedule import Schedule
 from cluster.engine.scheduler import Scheduler
 from cluster.kv.cache import KVCache
 from cluster.kv.page_table import PageTable
 from cluster.observability.step_times import READING, StepTimes
-from tests.unit.engine.test_scheduler import advance, names, of_tokens, sequence
+from tests.unit.engine.test_scheduler import advance, of_tokens, sequence
 
 PACE = StepTimes(0.5, 4, ((1, 320.0), (9, 640.0)), 0.0, ((4, 320.0), (104, 1320.0)), 0.02, 0.01)
 """A step of its own takes 280 us, a decoding request 40, a prompt row 10."""
@@ -191,17 +190,6 @@ def test_chunks_are_whole_while_nobody_decodes_and_paced_while_somebody_does() -
     assert sizes[1] >= sizes[3] > 0
 
 
-def test_own_decoding_requests_count_as_well() -> None:
-    scheduler = scheduler_of(PACE, 300)
-    scheduler.waiting.append(sequence("a", 10))
-    advance(scheduler.schedule())
-    scheduler.waiting.append(sequence("b", 4000))
-    decodes, chunks = names(plan := scheduler.schedule())
-    assert (decodes, len(chunks)) == (["a"], 1)
-    assert plan.prompt_rows == PACE.rows(4, 0, 300, 320.0) < 300
-    assert plan.decode_us == 320
-
-
 def test_several_prompts_share_the_allowance() -> None:
     scheduler = scheduler_of(PACE, 300)
     scheduler.waiting.extend([sequence("a", 10), sequence("b", 5), sequence("c", 4000), sequence("d", 100)])
@@ -279,13 +267,6 @@ def test_measuring_is_bounded() -> None:
     small = fit(time, StepLimits(8, 16, 100), 0.5, 4, 1)
     assert (small.token, small.prefix, small.pair) == (0.0, 0.0, 0.0), "noise over a few tokens is no cost of a token"
     assert {load.start + load.committed for load in loads} == {0}
-
-
-def test_a_fixed_number_of_rows_replaces_the_pace() -> None:
-    scheduler = scheduler_of(PACE, 300, 7)
-    scheduler.waiting.append(sequence("a", 4000))
-    plans: list[Schedule] = [scheduler.schedule(busiest) for busiest in (2, 0)]
-    assert [plan.prompt_rows for plan in plans] == [7, 300]
 
 
 @pytest.mark.parametrize("radix", [False, True])

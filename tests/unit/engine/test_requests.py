@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from cluster.config import ConfigError, EngineConfig
 from cluster.engine import Engine, build_engine
 from cluster.engine.finish import Cut, FinishCheck
 from cluster.request import LogitAdjustments, Request, RequestParams
@@ -137,35 +136,6 @@ def test_the_resolved_settings_are_told(engine: Engine) -> None:
     assert (told.kind, told.aux_boundaries, told.num_aux) == ("eagle3", (0, 1, 2, 3, 4), 5)
     assert told.choices["aux_numbering"].value == "boundaries"
     assert (other.speculative_num_steps, other.speculative_eagle_topk) == (4, 2)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"tp_size": 2}, "tp_size"),
-        ({"max_total_tokens": 3}, "raise max_total_tokens"),
-        ({"tokenizer_path": "/nowhere"}, "tokenizer"),
-        ({"model_path": "/nowhere"}, "does not exist"),
-        ({"device": "cuda"}, "device"),
-    ],
-)
-def test_a_config_that_cannot_run_is_refused(settings: dict[str, object], message: str) -> None:
-    if settings.get("device") == "cuda" and __import__("torch").cuda.is_available():
-        pytest.skip("there is a CUDA device")
-    with pytest.raises(ConfigError, match=message):
-        build_engine(EngineConfig.from_kwargs({"model_path": target_folder(), **settings}))
-
-
-def test_more_children_than_the_draft_has_tokens_are_refused() -> None:
-    target = target_folder()
-    settings = {
-        "model_path": target,
-        "speculative_algorithm": "EAGLE3",
-        "speculative_draft_model_path": draft_folder(target, draft_vocab=16),
-        "speculative_eagle_topk": 17,
-    }
-    with pytest.raises(ConfigError, match="speculative_eagle_topk 17 is more than the draft's vocabulary of 16"):
-        build_engine(EngineConfig.from_kwargs(settings))
 
 
 RUNS = [

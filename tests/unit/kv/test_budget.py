@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from threading import Barrier, Thread, current_thread
+from threading import local
 
 import pytest
 
@@ -14,6 +14,7 @@ from cluster.distributed.mesh import Mesh
 from cluster.kv import budget
 from cluster.kv.budget import Capacity, Needs, kv_capacity, page_count
 from cluster.kv.free_memory import free_memory
+from tests.unit.dp_attention.threads import on_ranks
 
 TOKEN = 1000  # bytes
 GB = 10**9
@@ -59,47 +60,17 @@ def test_never_more_than_all_running_requests_can_use(free: Callable[[int], None
         assert "2 requests at the full context of 64 tokens" in found.sized_by
 
 
-class Gang:
-    """`all_gather_row` of ranks that are threads."""
-
-    def __init__(self, size: int) -> None:
-        self.rows: list[tuple[int, ...]] = [()] * size
-        self.all = Barrier(size)
-
-    def mesh(self, rank: int) -> Mesh:
-        gang = self
-
-        class Rank(Mesh):
-            def all_gather_row(self, row: tuple[int, ...]) -> list[tuple[int, ...]]:
-                gang.rows[rank] = row
-                gang.all.wait(10)
-                every = list(gang.rows)
-                gang.all.wait(10)
-                return every
-
-        return Rank(rank)
-
-
 def of_gang(places: list[int], free: list[int], monkeypatch: pytest.MonkeyPatch) -> list[Capacity]:
     """What ranks on these machines find that see so much free memory each."""
-    gang, found = Gang(len(places)), [Capacity(0, "")] * len(places)
-    of_thread: dict[str, int] = {}
+    here = local()
+    monkeypatch.setattr(budget, "free_memory", lambda: free[here.rank])
+    monkeypatch.setattr(budget, "_place", lambda: places[here.rank])
 
-    def rank(at: int) -> None:
-        found[at] = capacity(mesh=gang.mesh(at))
+    def rank(mesh: Mesh) -> Capacity:
+        here.rank = mesh.rank
+        return capacity(mesh=mesh)
 
-    def own() -> int:
-        return of_thread[current_thread().name]
-
-    monkeypatch.setattr(budget, "free_memory", lambda: free[own()])
-    monkeypatch.setattr(budget, "_place", lambda: places[own()])
-    threads = [Thread(target=rank, args=(at,), name=f"rank-{at}") for at in range(len(places))]
-    of_thread |= {thread.name: at for at, thread in enumerate(threads)}
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-    return found
+    return on_ranks(len(places), 1, rank)
 
 
 def test_ranks_share_a_machine_and_agree_on_the_least(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,15 +72,6 @@ def test_cells_that_two_texts_share_within_a_page_are_copied() -> None:
     assert cache.cached == 3
 
 
-def test_a_lease_that_ends_before_its_step_lets_go_of_what_it_would_have_copied() -> None:
-    cache = small()
-    tokens = list(range(9))
-    cache.close(opened(cache, tokens, 9), tokens, 8)
-    cache.close(opened(cache, [*range(7), 99], 8), [*range(7), 99], 5)
-    cache.check()
-    assert cache.used == 0
-
-
 def test_a_page_is_not_kept_for_its_cells_where_the_request_needs_all_pages() -> None:
     cache = small()
     tokens = [1, 2, 3, 4, 5]
@@ -124,16 +115,6 @@ def test_full_pages_are_everyones_while_the_request_runs() -> None:
     cache.check()
     cache.close(running, tokens, 9)
     cache.check()
-
-
-def test_a_page_is_kept_back_until_the_token_after_it_is_known() -> None:
-    cache = small()
-    tokens = list(range(8))
-    running = opened(cache, tokens, 8)
-    cache.publish(running, tokens, 8)
-    assert len(running.locked) == 1
-    cache.publish(running, [*tokens, 8], 8)
-    assert len(running.locked) == 2
 
 
 def test_of_two_who_computed_the_same_page_the_later_goes_on_with_the_trees() -> None:
@@ -204,34 +185,10 @@ def test_nothing_is_shared_between_salts_neither_whole_pages_nor_cells_nor_pages
     assert opened(cache, tokens, 11, 5).cached == 8
 
 
-def test_a_page_that_is_not_committed_is_not_cached() -> None:
-    cache = small()
-    tokens = list(range(13))
-    cache.close(opened(cache, tokens, 13), tokens, 7)
-    assert cache.cached == 1
-
-
 def test_without_radix_nothing_is_cached() -> None:
     cache = small(radix=False)
     cache.close(opened(cache, list(range(9)), 9), list(range(9)), 9)
     assert (cache.free, cache.cached) == (12, 0)
-
-
-def test_open_changes_nothing_when_it_cannot_hold_the_request() -> None:
-    cache = small()
-    tokens = list(range(9))
-    cache.close(opened(cache, tokens, 9), tokens, 9)
-    lease = opened(cache, [7] * 30, 30)
-    assert cache.open(tokens, 40) is None
-    assert (cache.free, cache.cached, cache.free_rows) == (2, 2, 2)
-    cache.check()
-    cache.close(lease, [7] * 30, 0)
-
-
-def test_open_without_a_free_row_is_none() -> None:
-    cache = small(rows=1)
-    opened(cache, [1], 1)
-    assert cache.open([2], 1) is None
 
 
 def test_grow_is_all_or_nothing_and_evicts() -> None:

@@ -56,12 +56,6 @@ def test_ties_go_to_even_codes_and_all_numbers_of_e4m3_are_kept() -> None:
     assert torch.equal(back[127:253], MAGNITUDES[low + low % 2])
 
 
-def test_a_scale_is_the_smallest_that_fits() -> None:
-    cell = CodedCell((1, 1, 2), 2)
-    for most, byte in ((448.0, 127), (448.5, 128), (224.5, 127), (224.0, 126), (0.0, 10), (1e-45, 10)):
-        assert coded(torch.tensor([[[[most, -most / 2]]]], dtype=torch.float64), cell)[0, 2] == byte, most
-
-
 @pytest.mark.parametrize("name", CELLS)
 def test_a_cell_depends_on_nothing_but_itself(name: str) -> None:
     kv = drawn(CELLS[name], torch.float32)
@@ -94,11 +88,3 @@ def test_codes_move_with_their_scales_in_every_layer() -> None:
     after = torch.stack([decoded(layer, cell, torch.float32) for layer in pool.kv])
     came_from = [0, 2, 1, 3, 4, 5, 6, 7, 8, 11, 10, 11, 4, 5, 6, 15]
     assert torch.equal(after, before[:, came_from])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_largest_numbers_are_read_back_finite(dtype: torch.dtype) -> None:
-    cell, most = CodedCell((1, 1, 2), 2), largest(dtype)
-    kv = torch.tensor([[[[most, -most * 0.99]]]], dtype=dtype)
-    assert decoded(coded(kv, cell), cell, dtype).isfinite().all()
-    assert most >= torch.finfo(dtype).max * 0.87 or dtype == torch.float64

@@ -4,7 +4,7 @@ from pathlib import Path
 import torch
 
 from cluster.batch import PageCopy
-from cluster.kv.pool import KVPool, cells_of, slot_bytes
+from cluster.kv.pool import KVPool, cells_of
 
 CPU = torch.device("cpu")
 
@@ -12,18 +12,6 @@ CPU = torch.device("cpu")
 def resident() -> int:
     """Bytes of memory that this process has taken."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-def test_a_move_reads_all_sources_before_it_writes() -> None:
-    pool = KVPool(2, 6, (2, 1, 2), torch.float64, CPU)
-    pool.kv.copy_(torch.arange(6.0).view(1, 6, 1, 1, 1).expand_as(pool.kv))
-    pool.move_kv_cache(torch.tensor([1, 2, 3]), torch.tensor([2, 3, 1]))
-    assert pool.kv[:, :, 0, 0, 0].tolist() == [[0, 2, 3, 1, 4, 5]] * 2
-
-
-def test_bytes_of_a_slot_are_those_of_the_tensor() -> None:
-    pool = KVPool(3, 8, (2, 2, 4), torch.bfloat16, CPU)
-    assert pool.kv.numel() * 2 == 8 * slot_bytes(3, (2, 2, 4), torch.bfloat16)
 
 
 def test_a_pool_is_zero_and_takes_memory_only_where_it_is_written() -> None:

@@ -75,66 +75,11 @@ def test_the_nearest_page_shares_cells_whose_next_token_is_the_same(
     assert (found and (found[0].page if page else None, found[1])) == (None if page is None else (page, cells))
 
 
-def test_insert_keeps_what_is_there_already(tree: RadixTree) -> None:
-    assert pages(tree.insert([1, 2, 3, 4, 5], [20, 21])) == [10, 11]
-    assert pages(tree.insert([1, 2, 3, 4, 6], [20, 21])) == [10, 21], "one prefix, two ways on"
-    assert pages(tree.match([1, 2, 3, 4, 6])) == [10, 21]
-    assert pages(tree.match([1, 2, 3, 4, 5])) == [10, 11]
-    assert tree.pages == 3
-
-
 def test_insert_goes_on_where_the_pages_before_end(tree: RadixTree) -> None:
     path = tree.match([1, 2, 3, 4, 5])
     assert pages(tree.insert([1, 2, 3, 4, 5, 6, 7, 8, 9], [12, 13], path)) == [12, 13]
     assert pages(tree.match([1, 2, 3, 4, 5, 6, 7, 8, 9])) == [10, 11, 12, 13]
     tree.check()
-
-
-def test_a_page_without_its_following_token_is_not_taken() -> None:
-    tree = RadixTree(2)
-    assert pages(tree.insert([1, 2, 3, 4], [10, 11])) == [10]
-    assert tree.pages == 1
-
-
-def test_evict_takes_the_least_recently_used_leaf_first(tree: RadixTree) -> None:
-    tree.insert([1, 2, 3, 9, 9], [10, 30])
-    tree.match([1, 2, 3, 4, 5])
-    assert tree.evict(1) == [30]
-    assert tree.evict(2) == [11, 10], "a parent goes after its children"
-    assert tree.evict(1) == []
-    assert (tree.pages, tree.evictable) == (0, 0)
-
-
-def test_an_old_chain_goes_before_the_end_of_a_fresh_one() -> None:
-    tree = RadixTree(1)
-    tree.insert([1, 2, 3], [10, 11])
-    tree.insert([4, 5, 6], [20, 21])
-    assert tree.evict(2) == [11, 10]
-
-
-def test_locked_pages_stay(tree: RadixTree) -> None:
-    tree.insert([1, 2, 3, 9, 9], [10, 30])
-    path = tree.match([1, 2, 3, 4, 5])
-    tree.lock(path)
-    tree.lock(path[:1])
-    assert tree.evictable == 1
-    assert tree.evict(5) == [30]
-    tree.unlock(path)
-    assert tree.evictable == 1, "the first page has another lock"
-    assert tree.evict(5) == [11]
-    tree.unlock(path[:1])
-    assert tree.evict(5) == [10]
-
-
-def test_a_page_is_in_use_until_it_is_unlocked() -> None:
-    tree = RadixTree(1)
-    tree.insert([1, 2], [10])
-    tree.insert([3, 4], [20])
-    path = tree.match([1, 2])
-    tree.lock(path)
-    tree.match([3, 4])
-    tree.unlock(path)
-    assert tree.evict(2) == [20, 10]
 
 
 def test_unlocking_twice_is_an_error(tree: RadixTree) -> None:
@@ -143,17 +88,6 @@ def test_unlocking_twice_is_an_error(tree: RadixTree) -> None:
     tree.unlock(path)
     with pytest.raises(ValueError, match="page 11 is unlocked twice"):
         tree.unlock(path)
-
-
-def test_what_one_salt_holds_no_other_finds(tree: RadixTree) -> None:
-    tokens = [1, 2, 3, 4, 5]
-    assert tree.match(tokens, 7) == [] and tree.nearest(tokens, [], 7) is None
-    assert pages(tree.insert(tokens, [20, 21], salt=7)) == [20, 21], "the same text, pages of its own"
-    assert (pages(tree.match(tokens)), pages(tree.match(tokens, 7)), tree.match(tokens, 8)) == ([10, 11], [20, 21], [])
-    assert pages(tree.insert([*tokens, 6, 7], [22], tree.match(tokens, 7), 7)) == [22]
-    near = tree.nearest([1, 2, 9], [], 7)
-    assert near is not None and (near[0].page, near[1]) == (20, 1)
-    tree.check()
 
 
 def test_a_salt_without_pages_leaves_nothing_behind() -> None:
@@ -258,11 +192,12 @@ def brute_force_lives(operations: int, size: int, seed: int) -> tuple[int, int]:
     return most, evicted
 
 
+@pytest.mark.parametrize("operations", [7000, pytest.param(25_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_eviction_order_is_that_of_a_brute_force_lru(size: int) -> None:
-    """100,000 operations in all."""
-    most, evicted = brute_force_lives(25_000, size, seed=size)
-    assert most > 60 and evicted > 5000
+def test_eviction_order_is_that_of_a_brute_force_lru(size: int, operations: int) -> None:
+    """100,000 operations in all, where there is time."""
+    most, evicted = brute_force_lives(operations, size, seed=size)
+    assert most > 60 and evicted > operations / 5
 
 
 def test_insert_behind_a_long_path_reads_only_what_is_new() -> None:

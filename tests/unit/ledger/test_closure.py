@@ -109,6 +109,7 @@ print(json.dumps([module.__file__ for module in list(sys.modules.values()) if ge
 """
 
 
+@pytest.mark.slow
 def test_no_module_of_this_checkout_is_loaded_that_the_rules_do_not_find() -> None:
     """A module of tests, and what the processes run that another module of tests starts."""
     modules, checkout = ("tests/parity/test_planted_bugs.py", "tests/ranks/worker.py"), Checkout(ROOT)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Barrier
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from cluster.models.vocab import ShardedLogits
 from tests.loading import context, load_target
 from tests.tables import table_of
 
+T = TypeVar("T")
 CPU = torch.device("cpu")
 
 
@@ -69,25 +70,30 @@ class Summed:
         return torch.cat(self._all(columns.values), -1)[:, : columns.vocab]
 
 
-def run_text(
-    folder: str, tokens: list[int], chunks: list[int], size: int, kernels: Kernels | None = None
-) -> list[tuple[Tensor, list[Tensor]]]:
-    """Logits `[T, V]` and every boundary of the text on each of `size` ranks, in chunks over scattered pages; by
-    `kernels`, or those that this machine has.
-    """
+def on_shards(size: int, run: Callable[[Shard, Summed], T]) -> list[T]:
+    """What `run` gives on each of `size` ranks, in threads."""
     table: list[Any] = [None] * size
     barrier = Barrier(size)
 
-    def rank_of(rank: int) -> tuple[Tensor, list[Tensor]]:
-        exchange = Summed(rank, table, barrier) if size > 1 else NoExchange()
+    def rank_of(rank: int) -> T:
         try:
-            return _run(folder, tokens, chunks, Shard(rank, size), exchange, kernels)
+            return run(Shard(rank, size), Summed(rank, table, barrier))
         except BaseException:
             barrier.abort()
             raise
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(rank_of, range(size)))
+
+
+def run_text(
+    folder: str, tokens: list[int], chunks: list[int], size: int, kernels: Kernels | None = None
+) -> list[tuple[Tensor, list[Tensor]]]:
+    """Logits `[T, V]` and every boundary of the text on each of `size` ranks, in chunks over scattered pages; by
+    `kernels`, or those that this machine has.
+    """
+    alone = NoExchange() if size == 1 else None
+    return on_shards(size, lambda part, shared: _run(folder, tokens, chunks, part, alone or shared, kernels))
 
 
 @torch.inference_mode()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cluster.arch.safetensors.stored import normal_name, stored_shapes
+from cluster.arch.safetensors.stored import stored_shapes
 from cluster.config import ConfigError
 from cluster.models.checkpoint import Checkpoint
 from cluster.models.eagle3 import Eagle3Draft
@@ -18,8 +18,6 @@ from tests.forms import cut
 from tests.loading import context, load_draft, load_target
 from tests.tiny import draft_folder, target_folder
 from tests.unit.models.checkpoints import Tensors, copy_of
-
-CPU = torch.device("cpu")
 
 
 def target_in(folder: str) -> DecoderTarget:
@@ -30,38 +28,8 @@ def draft_in(folder: str) -> Eagle3Draft:
     return load_draft(folder, target_in(target_folder()), context())
 
 
-Q = "model.layers.1.self_attn.q_proj.weight"
-
-
-def rename(old: str, new: str, held: Tensors) -> None:
-    held[new] = held.pop(old)
-
-
-BAD_TARGETS = {
-    "missing": (lambda t: t.pop(Q), r"layers\.1\.self_attn\.q_proj\.weight' is missing"),
-    "renamed": (lambda t: rename(Q, Q.replace("q_proj", "q_projection"), t), r"q_proj\.weight' is missing"),
-    "extra": (lambda t: t.update({"model.layers.9.extra": torch.ones(2)}), r"does not know.*model\.layers\.9\.extra"),
-    "extra bias": (lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}), r"q_proj\.bias"),
-    "too many layers": (
-        lambda t: t.update({"model.layers.4.input_layernorm.weight": torch.ones(32)}),
-        r"model\.layers\.4\.input_layernorm",
-    ),
-    "transposed": (
-        lambda t: t.update({"model.layers.0.mlp.up_proj.weight": t["model.layers.0.mlp.up_proj.weight"].T}),
-        r"up_proj\.weight' in '.*model\.safetensors' is \[32, 64\] but the config requires \[64, 32\]",
-    ),
-    "short": (lambda t: t.update({"model.norm.weight": torch.ones(31)}), r"model\.norm\.weight' in .* is \[31\]"),
-    "no head": (lambda t: t.pop("lm_head.weight"), r"lm_head\.weight' is missing"),
-}
 BAD_DRAFTS = {
-    "missing": (lambda t: t.pop("midlayer.hidden_norm.weight"), r"hidden_norm\.weight' is missing"),
-    "no fc": (lambda t: t.pop("fc.weight"), r"fc\.weight' is missing"),
-    "extra": (lambda t: t.update({"fc.bias": torch.ones(32)}), r"does not know.*fc\.bias"),
-    "plain qkv": (
-        lambda t: t.update({"midlayer.self_attn.q_proj.weight": torch.ones(32, 32)}),
-        r"q_proj\.weight' in .* is \[32, 32\] but the config requires \[32, 64\]",
-    ),
-    "head of another size": (lambda t: t.update({"lm_head.weight": torch.ones(41, 32)}), r"lm_head\.weight"),
+    "missing": (lambda t: t.pop("midlayer.hidden_norm.weight"), r"tensor 'midlayer\.hidden_norm\.weight' is missing"),
     "absolute d2t": (lambda t: t.update({"d2t": t["d2t"] + torch.arange(40)}), r"d2t.*must hold\s+offsets"),
     "d2t beyond the vocabulary": (lambda t: t.update({"d2t": t["d2t"] + 30}), r"d2t"),
     "d2t against t2d": (lambda t: t.update({"t2d": torch.ones(64, dtype=torch.bool)}), r"agree with 't2d'"),
@@ -69,14 +37,6 @@ BAD_DRAFTS = {
     "no d2t": (lambda t: t.pop("d2t"), r"'d2t' is missing.*draft_vocab_size 40 needs it"),
     "half of fc_norm": (lambda t: t.update({"fc_norm.0.weight": torch.ones(32)}), r"fc_norm\.1\.weight' is missing"),
 }
-
-
-@pytest.mark.parametrize("name", BAD_TARGETS)
-def test_a_bad_target_is_refused_by_tensor(name: str, tmp_path: Path) -> None:
-    change, message = BAD_TARGETS[name]
-    with pytest.raises(ConfigError, match=message) as caught:
-        target_in(copy_of(target_folder(), tmp_path / "bad", change))
-    assert str(tmp_path / "bad") in str(caught.value)
 
 
 @pytest.mark.parametrize("name", BAD_DRAFTS)
@@ -95,36 +55,10 @@ def test_a_tied_target_may_hold_its_head_and_inverse_frequencies(tmp_path: Path)
     target_in(copy_of(target_folder(tied=True), tmp_path / "target", add))
 
 
-def test_names_lose_their_dialect() -> None:
-    assert normal_name("model.layers.3.mlp.up_proj.weight") == "layers.3.mlp.up_proj.weight"
-    assert normal_name("midlayer.hidden_norm.weight") == "layers.0.hidden_norm.weight"
-    assert [normal_name(f"aux_norm_{n}.weight") for n in ("low", "mid", "high")] == [
-        f"fc_norm.{i}.weight" for i in range(3)
-    ]
-
-
-def test_the_layer_list_and_the_midlayer_are_the_same_draft(tmp_path: Path) -> None:
-    def rename_all(held: Tensors) -> None:
-        for name in [n for n in held if n.startswith("midlayer.")]:
-            rename(name, name.replace("midlayer.", "model.layers.0."), held)
-
-    folder = draft_folder(target_folder())
-    first, second = draft_in(folder), draft_in(copy_of(folder, tmp_path / "listed", rename_all))
-    hidden = torch.randn(3, 96, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(first.fuse_aux(hidden), second.fuse_aux(hidden))
-
-
 def sharded(folder: str, to: Path, index: object | None = None) -> str:
     copy_of(folder, to)
     cut(to, index)
     return str(to)
-
-
-def test_shards_are_read_through_their_index(tmp_path: Path) -> None:
-    whole, parts = target_in(target_folder()), target_in(sharded(target_folder(), tmp_path / "shards"))
-    (embed, head), (other_embed, other_head) = whole.get_embed_and_head(), parts.get_embed_and_head()
-    assert torch.equal(embed.weight, other_embed.weight)
-    assert torch.equal(head.weight.dense(), other_head.weight.dense())
 
 
 @pytest.mark.parametrize(
@@ -208,14 +142,6 @@ def test_a_missing_tensor_is_named_as_the_checkpoint_would_name_it(
     save_file({name: torch.ones(2) for name in names - {named}}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=rf"^tensor '{re.escape(named)}' is missing in '.*model\.safetensors'$"):
         Checkpoint(str(tmp_path)).take(missing)
-
-
-def test_a_missing_tensor_of_a_midlayer_has_its_name(tmp_path: Path) -> None:
-    folder = copy_of(
-        draft_folder(target_folder()), tmp_path / "draft", lambda held: held.pop("midlayer.mlp.up_proj.weight")
-    )
-    with pytest.raises(ConfigError, match=r"tensor 'midlayer\.mlp\.up_proj\.weight' is missing"):
-        draft_in(folder)
 
 
 @pytest.mark.parametrize("damage", ["missing", "empty", "cut", "text"])

@@ -14,7 +14,6 @@ from tests.tiny import target_folder
 from tests.unit.models import draft_folders as write
 from tests.unit.models.draft_cases import CASES, Case
 
-CPU = torch.device("cpu")
 TEXT = [5, 40, 12, 33, 7, 7, 61, 20, 2, 18, 50, 9, 31]
 GUESSED = [44, 3, 27]
 
@@ -89,15 +88,6 @@ def test_an_override_changes_what_is_computed(name: str, override: dict[str, obj
         next(iter(override.values())),
         "speculative_draft_overrides",
     )
-
-
-def test_a_token_map_ranks_the_targets_head() -> None:
-    """FR-Spec: an EAGLE-1 draft with `d2t` ranks only those ids, with the target's own rows."""
-    draft = loaded(write.eagle1(vocab=24), target_folder())
-    plain = loaded(write.eagle1(), target_folder())
-    rows = torch.randn(3, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    assert torch.allclose(draft.logits(rows).values, plain.logits(rows).values[:, draft.target_ids], atol=1e-12)
-    assert draft.target_ids.shape == (24,)
 
 
 def named(config: dict[str, object], **tensors: torch.Tensor) -> str:

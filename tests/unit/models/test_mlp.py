@@ -16,7 +16,6 @@ from cluster.models.mlp import Mlp
 from tests.families import made
 from tests.loading import context, load_target
 
-CPU = torch.device("cpu")
 H, COLUMNS = 12, 10
 
 
@@ -128,22 +127,6 @@ def test_only_the_best_groups_are_chosen_from() -> None:
     weights, chosen = moved(rows)
     assert chosen.tolist() == [[5, 4]]
     assert torch.allclose(weights, torch.tensor([[0.3, 0.2]], dtype=torch.float64))
-
-
-def test_half_precision_routes_in_float32() -> None:
-    moe = Moe(8, 2, COLUMNS, scoring="sigmoid")
-    gate = Gate(TorchKernels().weight(torch.randn(H, 8)), None, None, moe)
-    weights, _ = gate(torch.randn(3, H).bfloat16())
-    assert weights.dtype == torch.bfloat16
-
-
-def test_tied_embedding_and_head_are_handed_over() -> None:
-    target = load_target(made("gemma3", "own layer types").folder, context(max_position=8))
-    embed, head = target.get_embed_and_head()
-    assert torch.equal(embed.weight, head.weight.dense().t())
-    hidden = random(2, target.arch.hidden)
-    cap = target.arch.softcap or 1e9
-    assert torch.allclose(target.logits(hidden).values, cap * (hidden @ head.weight.dense() / cap).tanh())
 
 
 @pytest.mark.parametrize(("family", "case"), [("gemma3", "own layer types"), ("gpt_oss", "yarn")])

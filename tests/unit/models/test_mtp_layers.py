@@ -4,9 +4,7 @@ That they predict what they should is in `test_drafts.py`.
 """
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from threading import Barrier
 
 import pytest
 import torch
@@ -21,19 +19,17 @@ from tests.tiny import target_folder
 from tests.unit.models.draft_cases import CASES
 from tests.unit.models.draft_folders import mtp, rewritten
 from tests.unit.models.mtp_layers import qwen_next
-from tests.unit.models.sharded import Summed
+from tests.unit.models.sharded import Summed, on_shards
 from tests.unit.models.test_drafts import TEXT, Causal
 
 
 def both(name: str, size: int) -> list[tuple[Tensor, Tensor]]:
     """(logits, recurrent) of a text's rows on each of `size` ranks."""
-    case, table, barrier = CASES[name], [None] * size, Barrier(size)
+    case, tokens = CASES[name], torch.tensor(TEXT)
     folder, target = case.folder(), case.target()
-    tokens = torch.tensor(TEXT)
     hidden = torch.randn(len(TEXT), 32, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 
-    def rank(number: int) -> tuple[Tensor, Tensor]:
-        part, exchange = Shard(number, size), Summed(number, table, barrier)
+    def rank(part: Shard, exchange: Summed) -> tuple[Tensor, Tensor]:
         given = context(exchange=exchange, part=part)
         draft = load_draft(folder, load_target(target, given), given)
         own = tuple(replace(one, geometry=local_heads(one.geometry, part)) for one in draft.spec.layers)
@@ -42,8 +38,7 @@ def both(name: str, size: int) -> list[tuple[Tensor, Tensor]]:
         assert exchange.ops == [*draft.ops[0], *draft.ops[1]]
         return logits, recurrent
 
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(rank, range(size)))
+    return on_shards(size, rank)
 
 
 @pytest.mark.parametrize("name", ["qwen3-next", "qwen3-next-dense", "nextn-experts", "glm"])

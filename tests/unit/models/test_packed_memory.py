@@ -19,7 +19,7 @@ from cluster.models.target import DecoderTarget
 from cluster.tools.tensor_report import ServingSetup, inspect
 from tests.families import made
 from tests.loading import context, load_draft, load_target
-from tests.tiny import draft_folder, target_folder
+from tests.tiny import draft_folder
 from tests.unit.kernels.library import c_kernels
 from tests.unit.models.quantised_folders import FORMATS, quantised
 
@@ -76,15 +76,6 @@ def test_memory_of_a_rank_with_as_many_experts_as_any(kind: str) -> None:
         if ".experts." in tensor["goes_to"]:
             here = int(tensor["goes_to"].split(".experts.")[1].split(".")[0]) >= first
             assert (tensor["numbers"] > 0) is here and (not here or tensor["numbers"] >= 48 * 32)
-
-
-def test_parts_that_leave_a_rank_without_experts_are_a_problem() -> None:
-    folder = made("mixtral", "two of four").folder
-    assert inspect(folder, None, ServingSetup(8, 8, 8)).problems == [
-        "ep_size 8 leaves ranks without any of 4 experts; lower it"
-    ]
-    dense = inspect(target_folder(), None, ServingSetup(2, ep=2)).problems
-    assert dense == ["ep_size 2 is for experts, and no model that is sharded has several; set it to 1"]
 
 
 def test_it_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,7 +29,7 @@ def same(folder: str, kind: str, experts: bool = False) -> None:
     check_tensors(folder, read_target(folder))
     check_target(folder)
     for size in (1, 2):
-        assert all(relative(ours, logits) < 1e-9 for ours, _ in run_text(folder, tokens, [30, *[1] * 10], size))
+        assert all(relative(ours, logits) < 1e-9 for ours, _ in run_text(folder, tokens, [30, 1, 1, 8], size))
 
 
 def with_biases(tensors: Tensors, value: float = 0.0) -> None:
@@ -134,6 +134,11 @@ def test_a_config_in_another_place_is_read(where: str, tmp_path: Path) -> None:
     ("given", "message"),
     [
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo 'NVFP4' is not served"),
+        ({"quant_method": "awq", "version": "gemv"}, "version 'gemv' is not served"),
+        ({"quant_method": "gptq", "bits": 3}, "bits 3 is not served; known: 4, 8"),
+        ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format 'marlin-24'"),
+        ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-bitmask"}}, "sparse-bitmask"),
         ({"quant_method": "auto-round", "packing_format": "auto_round:gptq"}, "packing_format 'auto_round:gptq'"),
         ({"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "data_type": "mx_fp"}, "data_type"),
         (

@@ -1,6 +1,5 @@
 """Quantised targets in every format, packed and dequantised, whole and by slice, against their numbers elsewhere."""
 
-import json
 import logging
 from collections.abc import Callable
 from functools import cache
@@ -74,7 +73,7 @@ def test_packed_targets_are_their_numbers(kind: str, caplog: pytest.LogCaptureFi
     for size in (1, 2):
         caplog.clear()
         with caplog.at_level(logging.INFO, logger="cluster.models.checkpoint"):
-            each = run_text(folder, tokens, [30, *[1] * 10], size)
+            each = run_text(folder, tokens, [30, 1, 1, 8], size)
         whole = about is not None and (size == 1 or kind not in CUT)
         for ours, boundaries in each:
             assert relative(ours, logits) < 1e-9
@@ -86,14 +85,13 @@ def test_packed_targets_are_their_numbers(kind: str, caplog: pytest.LogCaptureFi
 
 @pytest.mark.parametrize("kind", [*FORMATS, "mxfp4"])
 def test_dequantised_targets_are_their_numbers(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    """By torch."""
+    """By torch, on two ranks, whose parts are cut from the whole."""
     folder, oracle = of(kind)
     tokens = text(2, 40)
     logits, _ = oracle.forward(tokens)
     with caplog.at_level(logging.INFO, logger="cluster.models.checkpoint"):
-        for size in (1, 2):
-            for ours, _ in run_text(folder, tokens, [30, *[1] * 10], size, TorchKernels()):
-                assert relative(ours, logits) < 1e-9
+        for ours, _ in run_text(folder, tokens, [30, 1, 1, 8], 2, TorchKernels()):
+            assert relative(ours, logits) < 1e-9
     assert "were dequantised on load" in caplog.text
     assert "stay packed" not in caplog.text
 
@@ -104,7 +102,7 @@ def test_experts_stay_packed_too(kind: str) -> None:
     tokens = text(3, 40)
     logits, _ = oracle.forward(tokens)
     for size in (1, 2):
-        assert all(relative(ours, logits) < 1e-9 for ours, _ in run_text(folder, tokens, [30, *[1] * 10], size))
+        assert all(relative(ours, logits) < 1e-9 for ours, _ in run_text(folder, tokens, [30, 1, 1, 8], size))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in FORMATS if "block" not in kind])
@@ -177,30 +175,6 @@ def test_activations_stay_as_they_are_and_it_is_said(tmp_path: Path, caplog: pyt
     with caplog.at_level(logging.INFO, logger="cluster.models.checkpoint"):
         run_text(folder, text(2, 5), [5], 1)
     assert "activations are not quantised" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"quant_method": "hqq"}, "quant_method 'hqq' is not served; known: fp8, mxfp4, compressed-tensors"),
-        ({"quant_method": "awq", "version": "gemv"}, "version 'gemv' is not served"),
-        ({"quant_method": "gptq", "bits": 3}, "bits 3 is not served; known: 4, 8"),
-        ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
-        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format 'marlin-24'"),
-        ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-bitmask"}}, "sparse-bitmask"),
-    ],
-)
-def test_other_formats_are_refused_by_name(given: dict[str, object], message: str, tmp_path: Path) -> None:
-    folder = copy_of(quantised("int4")[0], tmp_path / "other", quantization_config=given)
-    with pytest.raises(ConfigError, match=message):
-        read_target(folder)
-
-
-def test_the_groups_are_those_of_the_config(tmp_path: Path) -> None:
-    given = json.loads((Path(quantised("gptq")[0]) / "config.json").read_text())["quantization_config"]
-    folder = copy_of(quantised("gptq")[0], tmp_path / "other", quantization_config=given | {"group_size": 64})
-    with pytest.raises(ConfigError, match="has 4 groups of 128 inputs, and group_size is 64"):
-        check_target(folder)
 
 
 def test_a_matrix_of_another_shape_than_it_says_is_refused(tmp_path: Path) -> None:

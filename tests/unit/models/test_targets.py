@@ -8,8 +8,8 @@ from tests.families import VOCAB, all_cases, made
 from tests.unit.models.sharded import run_text
 
 LENGTH = 75
-CHUNKS = [31, 1, 30, *[1] * 13]
-"""Prefill in chunks longer than any window, then decoding."""
+CHUNKS = [31, 1, 30, *[1] * 4, 9]
+"""Prefill in chunks longer than any window, then decoding, and a chunk after it."""
 
 
 def relative(ours: Tensor, theirs: Tensor) -> float:

@@ -1,10 +1,8 @@
 """FR-Spec's token map from a file: a draft ranks those ids with the target's rows, law 1 stays, bad files are named."""
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from threading import Barrier
 
 import pytest
 import torch
@@ -23,7 +21,7 @@ from tests.loading import context, load_draft, load_target
 from tests.parity.harness import VOCAB, config_of, grid_requests, plain_run, run, tiny_pair
 from tests.tiny import draft_folder, target_folder
 from tests.unit.models import draft_folders as write
-from tests.unit.models.sharded import Summed
+from tests.unit.models.sharded import Summed, on_shards
 
 HOT = [3, 60, 7, 44, 12, 0, 63]
 ROWS = torch.randn(3, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -76,21 +74,18 @@ def test_a_file_means_what_a_d2t_means(tmp_path: Path) -> None:
 
 
 def test_two_ranks_share_the_rows(tmp_path: Path) -> None:
-    folder, file, table, barrier = write.eagle1(), as_json(tmp_path), [None] * 2, Barrier(2)
+    folder, file = write.eagle1(), as_json(tmp_path)
 
-    def rank(number: int) -> Tensor:
-        part = Shard(number, 2)
-        exchange = Summed(number, table, barrier)
+    def rank(part: Shard, exchange: Summed) -> Tensor:
         given = context(exchange=exchange, part=part)
         draft = load_draft(folder, load_target(target_folder(), given), given, token_map=file)
         each = -(-len(HOT) // 2)
-        own = sorted(HOT)[number * each : (number + 1) * each]
+        own = sorted(HOT)[part.rank * each : (part.rank + 1) * each]
         assert draft.own_ids.tolist() == own + [0] * (each - len(own))
         return exchange.logits(draft.logits(ROWS))
 
-    with ThreadPoolExecutor(2) as pool:
-        for logits in pool.map(rank, range(2)):
-            assert near(logits, loaded(folder, file).logits(ROWS).values)
+    for logits in on_shards(2, rank):
+        assert near(logits, loaded(folder, file).logits(ROWS).values)
 
 
 def settings(folder: Path, topk: int, ids: list[int]) -> EngineConfig:

@@ -6,19 +6,15 @@ from dataclasses import replace
 from typing import get_args
 
 import pytest
-from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.actors.messages import LossKind
 from cluster.observability.exposition import TOOL_NAMES, of_replica
 from cluster.observability.metrics import (
-    E2E_BUCKETS,
     LOSS_KINDS,
     OUTCOMES,
     PHASES,
     STATUSES,
-    TTFT_BUCKETS,
-    BulkHistogram,
     EngineMetrics,
     ServingMetrics,
     StepStats,
@@ -97,16 +93,6 @@ def test_a_step_is_added_field_by_field() -> None:
     assert page["aerie_accept_length_bucket", (("le", "2.0"), *rank)] == 8
 
 
-def test_gauges_follow_the_last_step_and_start_at_nothing() -> None:
-    metrics = engine(0)
-    assert series(merge([metrics.serialize()]))["aerie_running_requests", (("rank", "0"),)] == 0
-    metrics.observe_step(STEP)
-    metrics.observe_step(StepStats(status=EngineStatus(running=3, pages_free=80)))
-    page = series(merge([metrics.serialize()]))
-    assert page["aerie_running_requests", (("rank", "0"),)] == 3
-    assert page["aerie_kv_pages", (("rank", "0"), ("state", "used"))] == 0
-
-
 def test_stats_of_another_rank_and_unknown_phases_are_refused() -> None:
     with pytest.raises(ValueError, match="rank 1 given to the metrics of rank 0"):
         engine(0).observe_step(replace(STEP, rank=1))
@@ -126,27 +112,6 @@ def _seconds_of(call: object, times: int) -> float:
     for _ in range(times):
         call()
     return (time.perf_counter() - started) / times
-
-
-def test_bulk_additions_equal_one_by_one() -> None:
-    fast, slow = CollectorRegistry(), CollectorRegistry()
-    bulk = BulkHistogram("h", "h", buckets=(1, 2, 4), registry=fast)
-    single = BulkHistogram("h", "h", buckets=(1, 2, 4), registry=slow)
-    values = [0, 1, 1, 2, 3, 4, 5, 5, 5]
-    bulk.add_all(values)
-    bulk.add(2.5, 3)
-    for value in [*values, 2.5, 2.5, 2.5]:
-        single.observe(value)
-
-    def seen(registry: CollectorRegistry) -> list[tuple[str, dict[str, str], float]]:
-        return [
-            (s.name, s.labels, s.value)
-            for f in registry.collect()
-            for s in f.samples
-            if not s.name.endswith("_created")
-        ]
-
-    assert seen(fast) == seen(slow)
 
 
 def test_a_request_is_timed_from_arrival_to_end() -> None:
@@ -224,11 +189,6 @@ def test_ranks_take_the_name_the_model_is_served_as() -> None:
     assert 'aerie_steps_total{model_name="org/name",rank="0"} 0.0' in page
     assert "folder" not in page
     assert "folder" in merge([rank.serialize(), serving, ServingMetrics(model_name="other").serialize()]).decode()
-
-
-def test_order_of_samples_does_not_matter() -> None:
-    samples = [engine(rank, *[STEP] * (rank + 1)).serialize() for rank in range(3)]
-    assert series(merge(samples)) == pytest.approx(series(merge(reversed(samples))))
 
 
 def test_tools_find_the_names_they_read() -> None:
@@ -326,11 +286,6 @@ def test_a_series_is_there_before_its_first_event() -> None:
     page = series(merge([metrics.serialize()]))
     assert page["aerie_rank_losses_total", (("kind", "frozen"), ("rank", "2"))] == 1
     assert page["aerie_http_responses_total", (("route", "/health"), ("status", "503"))] == 1
-
-
-def test_a_first_token_may_take_as_long_as_a_request() -> None:
-    assert TTFT_BUCKETS[-1] == E2E_BUCKETS[-1] == 960
-    assert list(TTFT_BUCKETS) == sorted(TTFT_BUCKETS)
 
 
 def test_versions_and_processes_are_told_once_however_many_replicas_there_are() -> None:

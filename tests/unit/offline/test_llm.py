@@ -31,9 +31,9 @@ SETTINGS: dict[str, Any] = {"dtype": "float64", "max_total_tokens": 4096, "page_
 TREE = {"speculative_num_steps": 3, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 12}
 PROMPTS = ["import os\n", "def read(self, size=-1):\n", "class Queue:\n    def __init__(self, maxsize=0):\n" * 3, "x"]
 SAMPLINGS = [
-    {"temperature": 0, "max_tokens": 16},
-    {"temperature": 1, "seed": 3, "max_tokens": 16, "logprobs": 2, "n": 2},
-    {"temperature": 1, "seed": -4, "top_p": 0.9, "presence_penalty": 1.5, "stop": ["self", "\n\n"], "max_tokens": 24},
+    {"temperature": 0, "max_tokens": 10},
+    {"temperature": 1, "seed": 3, "max_tokens": 8, "logprobs": 2, "n": 2},
+    {"temperature": 1, "seed": -4, "top_p": 0.9, "presence_penalty": 1.5, "stop": ["self", "\n\n"], "max_tokens": 12},
     {"temperature": 1, "seed": 5, "max_tokens": 4, "prompt_logprobs": 1, "include_stop_str_in_output": True},
 ]
 
@@ -146,10 +146,10 @@ def test_a_chat_is_the_rest_apis_with_tools_and_forms(speculating: LLM, rest: Cl
 
 def test_it_says_what_the_command_says(speculating: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     for words, sampling in ((["--temperature", "0"], {"temperature": 0}), (["--temperature", "1"], {"seed": 0})):
-        command = ["generate", TARGET, PROMPTS[1], "--max-tokens", "32", *words, "--dtype", "float64", "--json"]
+        command = ["generate", TARGET, PROMPTS[1], "--max-tokens", "16", *words, "--dtype", "float64", "--json"]
         assert main(command) == 0
         said = json.loads(capsys.readouterr().out)
-        (output,) = speculating.generate(PROMPTS[1], SamplingParams(max_tokens=32, **sampling), use_tqdm=False)  # type: ignore[arg-type]
+        (output,) = speculating.generate(PROMPTS[1], SamplingParams(max_tokens=16, **sampling), use_tqdm=False)  # type: ignore[arg-type]
         assert (output.text, output.outputs[0].token_ids) == (said["text"], said["token_ids"])
         assert output.prompt_token_ids == said["prompt_token_ids"]
 

@@ -2,17 +2,14 @@
 
 import random
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from threading import Barrier
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from cluster.batch import SamplingBatch, SamplingMode
-from cluster.distributed.mesh import Axis, Mesh
-from cluster.distributed.progress import ProgressClock
+from cluster.distributed.mesh import Mesh
 from cluster.dp_attention.exchange import Exchange
 from cluster.dp_attention.plan import ScriptCall
 from cluster.kernels.torch_kernels import Dense
@@ -21,6 +18,7 @@ from cluster.sampling.filters import least_kept
 from cluster.sampling.noise import Noise, at_least_float32, noise_keys, vocabulary_hashes
 from cluster.sampling.sampling_inputs import SamplingInputs
 from cluster.sampling.sharded import ShardedHead
+from tests.unit.dp_attention.threads import Meeting, on_ranks
 from tests.unit.sampling.samplings import sampling_of
 
 T = TypeVar("T")
@@ -36,25 +34,14 @@ KINDS = (
 )
 
 
-class Link(Axis):
+class Link(Meeting):
     """An axis of threads. `sent` are the bytes that this rank gave to all others together, as each of them got them."""
 
-    def __init__(self, rank: int, table: list[Any], barrier: Barrier, clock: ProgressClock) -> None:
-        super().__init__(rank, len(table), clock=clock)
-        self._table, self._barrier, self.sent = table, barrier, 0
+    sent = 0
 
     def gather(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        if self.size == 1:
-            return rows
-        began = self.clock.begin()
-        self._table[self.rank] = rows.clone()
-        self._barrier.wait(30)
-        every = list(self._table)
-        self._barrier.wait(30)
-        assert [part.shape[0] for part in every] == list(counts)
-        self.sent += rows.nbytes
-        self.clock.end(began)
-        return torch.cat(every)
+        self.sent += rows.nbytes if self.size > 1 else 0
+        return super().gather(rows, counts)
 
 
 class Grid(NamedTuple):
@@ -102,37 +89,25 @@ def seated(
     """`run` on every rank of `grid`, for the `logits` `[T, V]` of each group; its script has `calls` after the head, of
     `each` rows of every group or else of the rows of the head.
     """
-    size, vocab, rows = grid.tp * grid.dp, logits[0].shape[1], tuple(one.shape[0] for one in logits)
+    vocab, rows = logits[0].shape[1], tuple(one.shape[0] for one in logits)
     columns, after = -(-vocab // grid.shards), rows if each is None else (each,) * grid.dp
-    world = [None] * size, Barrier(size)
-    groups = [([None] * grid.tp, Barrier(grid.tp)) for _ in range(grid.dp)]
 
-    def sit(rank: int) -> T:
-        group, clock = rank // grid.tp, ProgressClock()
-        whole, own = Link(rank, *world, clock), Link(rank % grid.tp, *groups[group], clock)
-        exchange = Exchange(Mesh(rank, whole, own), logits[0].dtype, grid.wide)
+    def sit(mesh: Mesh) -> T:
+        group, exchange = mesh.rank // grid.tp, Exchange(mesh, logits[0].dtype, grid.wide)
         script = [
             ScriptCall("target", "head", rows, vocab, columns),
             *(ScriptCall("target", op, after, n) for op, n in calls),
         ]
         exchange.begin(0, script if exchange.shards is not None else script[:1])
-        part = whole.part if exchange.wide else own.part
-        try:
-            start = min(vocab, part.rank * columns)
-            head = Head(Cut(torch.empty(vocab, columns), start), vocab, start)
-            made = head(logits[group], exchange)
-            axis = whole if exchange.wide else own
-            axis.sent = 0
-            answer = run(Seat(group, exchange, axis, made))
-            exchange.end()
-        except BaseException:
-            world[1].abort()
-            groups[group][1].abort()
-            raise
+        axis: Any = mesh.world if exchange.wide else mesh.attn
+        start = min(vocab, axis.part.rank * columns)
+        made = Head(Cut(torch.empty(vocab, columns), start), vocab, start)(logits[group], exchange)
+        axis.sent = 0
+        answer = run(Seat(group, exchange, axis, made))
+        exchange.end()
         return answer
 
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(sit, range(size)))
+    return on_ranks(grid.tp * grid.dp, grid.dp, sit, Link)
 
 
 @dataclass

@@ -27,12 +27,12 @@ def two_threads() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize("vocab", [300, 32_768, 50_257, 65_536])
+@pytest.mark.parametrize("vocab", [300, 50_257])
 def test_the_bits_of_a_row_do_not_depend_on_how_many_there_are(sampler: Sampler, vocab: int) -> None:
     torch.manual_seed(vocab)
-    columns, tokens = ShardedLogits(torch.randn(24, vocab), vocab), torch.randint(vocab, (24,))
-    alone = [logprobs(columns, torch.tensor([row]), tokens[row : row + 1], sampler) for row in range(24)]
-    for count in (2, 3, 24):
+    columns, tokens = ShardedLogits(torch.randn(12, vocab), vocab), torch.randint(vocab, (12,))
+    alone = [logprobs(columns, torch.tensor([row]), tokens[row : row + 1], sampler) for row in range(12)]
+    for count in (2, 3, 12):
         together = logprobs(columns, torch.arange(count), tokens[:count], sampler)
         for row in range(count):
             assert torch.equal(together.chosen[row], alone[row].chosen[0])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.spec.tree import Candidates, DraftTree, TorchGrowth, ancestors_of, best_tree, chain, clean
+from cluster.spec.tree import Candidates, DraftTree, TorchGrowth, best_tree, chain, clean
 
 
 def candidates_of(topk: int, steps: int, draw: Tensor) -> Candidates:
@@ -75,24 +75,6 @@ def test_the_next_rows_know_their_tokens_and_the_rows_before() -> None:
     assert (tokens.tolist(), rows.tolist()) == ([[12, 13]], [[0, 1]])
 
 
-def test_the_worked_tree() -> None:
-    """K = 2, S = 3, N = 6: level probabilities .6 .3 | .7 .2, .5 .4 | .8 .1, .6 .3."""
-    draw = torch.zeros(1, 3, 2, 2)
-    draw[0, 0] = torch.tensor([[0.6, 0.3], [0, 0]])
-    draw[0, 1] = torch.tensor([[0.7, 0.2], [0.5, 0.4]])
-    draw[0, 2] = torch.tensor([[0.8, 0.1], [0.6, 0.3]])
-    c = candidates_of(2, 3, draw.log())
-    tokens = torch.tensor([[11, 12, 21, 22, 23, 24, 31, 32, 33, 34]])
-    flat = [0.6, 0.3, 0.42, 0.12, 0.15, 0.12, 0.336, 0.042, 0.09, 0.045]
-    assert c.scores[0].exp().tolist() == pytest.approx(flat, rel=4e-3)
-    tree = best_tree(Candidates(tokens, c.scores, c.parents, c.depths, c.deepest), torch.tensor([7]), 6)
-    assert tree.tokens.tolist() == [[7, 11, 12, 21, 23, 31]]
-    assert tree.parents.tolist() == [[0, 0, 0, 1, 2, 3]]
-    assert tree.depths.tolist() == [[0, 1, 1, 2, 2, 3]]
-    mask = ["".join(str(int(seen)) for seen in row) for row in tree.ancestors[0]]
-    assert mask == ["100000", "110000", "101000", "110100", "101010", "110101"]
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize(("topk", "steps"), [(2, 1), (2, 3), (3, 2), (4, 4), (8, 2), (8, 1)])
 def test_equals_the_naive_selection(topk: int, steps: int, dtype: torch.dtype) -> None:
@@ -153,17 +135,3 @@ def test_no_requests_no_trees() -> None:
     tree = best_tree(c, torch.zeros(0, dtype=torch.int64), 5)
     assert tree.tokens.shape == (0, 5)
     assert tree.ancestors.shape == (0, 5, 5)
-
-
-def test_ancestors_of_any_shape() -> None:
-    parents = torch.tensor([[0, 0, 1, 2, 3], [0, 0, 0, 0, 0], [0, 0, 1, 1, 0]])
-    mask = ancestors_of(parents, 4)
-    assert mask[0].tolist() == torch.ones(5, 5).tril().bool().tolist()
-    assert mask[1].sum().item() == 5 + 4
-    assert mask[2].long().tolist() == [
-        [1, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0],
-        [1, 1, 1, 0, 0],
-        [1, 1, 0, 1, 0],
-        [1, 0, 0, 0, 1],
-    ]

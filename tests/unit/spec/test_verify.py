@@ -74,15 +74,6 @@ def test_the_accepted_path_is_the_walk(nodes: int, steps: int, vocab: int, accep
     assert lengths >= set(range(1, min(steps, 3) + 2))
 
 
-def test_a_right_token_under_a_wrong_parent_does_not_count(accepting: Accept) -> None:
-    parents = torch.tensor([[0, 0, 1, 0]])
-    tree = DraftTree(torch.tensor([[9, 5, 6, 7]]), parents, torch.tensor([[0, 1, 2, 1]]), ancestors_of(parents, 2))
-    accepted = accepting(tree, torch.tensor([[7, 6, 1, 6]]), torch.zeros(0, dtype=torch.int64), 2)
-    assert accepted.path.tolist() == [[0, 3, 0]]
-    assert accepted.accept_len.tolist() == [2]
-    assert accepted.tokens[0, :2].tolist() == [7, 6]
-
-
 def same(accepting: Accept, tree: DraftTree, chosen: Tensor, first: Tensor, steps: int) -> None:
     ours, twin = accepting(tree, chosen, first, steps), accept(tree, chosen, first, steps)
     for name in ("path", "tokens", "accept_len", "bonus"):

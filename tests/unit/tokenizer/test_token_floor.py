@@ -60,7 +60,7 @@ def test_a_long_text_has_many(name: str) -> None:
 
 
 def test_nfc_shrinks_no_more_than_is_said() -> None:
-    for point in range(0x110000):
+    for point in range(0x30000):  # beyond it no character is made of others
         character = chr(point)
         if 0xD800 <= point < 0xE000:
             continue

@@ -218,13 +218,6 @@ assert all(inspect(target, None).problems == [] for target in sys.argv[5:])"""
     assert not {"torch._dynamo", "sympy"} & modules
 
 
-def test_an_override_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    target = target_folder()
-    words = ["inspect", target, "--draft", draft_folder(target), "--draft-override", "norm_before_residual=true"]
-    assert main(words) == 0
-    assert "norm_before_residual = True  (speculative_draft_overrides)" in capsys.readouterr().out
-
-
 def test_a_draft_whose_target_is_not_served_is_checked_alone(capsys: pytest.CaptureFixture[str]) -> None:
     """As Qwen3-Next ships: a hybrid target and its MTP layer in one checkpoint."""
     source = qwen_next()

@@ -1,6 +1,5 @@
 """The message and its stream: exact for a scripted answer, of the official types, and one answer either way."""
 
-import json
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from cluster.api.core.errors import ApiError, internal, overloaded, unavailable
 from cluster.api.core.sequences import Delta
 from cluster.chat.events import CallArguments, CallBegun, Event, ReasoningPiece, TextPiece
 from cluster.request import FinishReason
+from tests.api.test_other_apis import named
 from tests.unit.chat.random_answers import about, answers, steps
 
 OFFICIAL: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
@@ -31,16 +31,12 @@ TEXTS = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta":
 def streamed(deltas: list[Delta]) -> list[dict[str, Any]]:
     """The data of all events, each of which is as it should be by itself."""
     shape = MessageShape(about("msg_1"))
-    raw = b"".join(shape.events(delta) for delta in deltas) + shape.end()
-    found = []
-    for one in raw.decode().split("\n\n")[:-1]:
-        name, text = one.split("\n")
-        data = json.loads(text.removeprefix("data: "))
-        assert name == f"event: {data['type']}"
-        if data["type"] != "ping":
-            assert OFFICIAL.validate_python(data).type == data["type"]
-        found.append(data)
-    return found
+    found = named((b"".join(shape.events(delta) for delta in deltas) + shape.end()).decode())
+    for name, data in found:
+        assert name == data["type"]
+        if name != "ping":
+            assert OFFICIAL.validate_python(data).type == name
+    return [data for _, data in found]
 
 
 def test_a_scripted_answer_is_streamed_so() -> None:
@@ -154,6 +150,4 @@ def test_errors_have_the_types_of_their_statuses() -> None:
     }
     assert anthropic_envelope(unavailable("gone"))["error"] == {"type": "api_error", "message": "gone"}
     shape = MessageShape(about("msg_1"))
-    name, data, _, _ = shape.failed(internal("msg_1")).decode().split("\n")
-    assert name == "event: error"
-    assert json.loads(data.removeprefix("data: ")) == anthropic_envelope(internal("msg_1"))
+    assert named(shape.failed(internal("msg_1")).decode()) == [("error", anthropic_envelope(internal("msg_1")))]

@@ -13,44 +13,35 @@ SCHEMA = {"type": "object", "properties": {"é": {"type": "integer"}}}
 TEXT = json.dumps(SCHEMA)
 TAG = {"type": "structural_tag", "format": {"type": "any_text"}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+OF_FORMAT = "response_format.json_schema"
+
+
+def form(**given: Any) -> dict[str, Any]:
+    """OpenAI's field for a schema, with these members."""
+    return {"response_format": {"type": "json_schema", "json_schema": given}}
+
+
+def vllm(**given: Any) -> dict[str, Any]:
+    return {"structured_outputs": given}
+
 
 ASKED: dict[str, tuple[dict[str, Any], str, Grammar]] = {
     "openai object": ({"response_format": {"type": "json_object"}}, "response_format", Grammar("json_object")),
-    "openai schema": (
-        {"response_format": FORMAT},
-        "response_format.json_schema.schema",
-        Grammar("json_schema", TEXT),
-    ),
-    "openai schema as text": (
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": TEXT}}},
-        "response_format.json_schema.schema",
-        Grammar("json_schema", TEXT),
-    ),
+    "openai schema": ({"response_format": FORMAT}, f"{OF_FORMAT}.schema", Grammar("json_schema", TEXT)),
+    "openai schema as text": (form(schema=TEXT), f"{OF_FORMAT}.schema", Grammar("json_schema", TEXT)),
     "structural tag": ({"response_format": TAG}, "response_format", Grammar("structural_tag", json.dumps(TAG))),
     "together's": (
         {"response_format": {"type": "json_object", "schema": SCHEMA}},
         "response_format.schema",
         Grammar("json_schema", TEXT),
     ),
-    "vllm json": ({"structured_outputs": {"json": SCHEMA}}, "structured_outputs.json", Grammar("json_schema", TEXT)),
-    "vllm object": (
-        {"structured_outputs": {"json_object": True}},
-        "structured_outputs.json_object",
-        Grammar("json_object"),
-    ),
-    "vllm regex": ({"structured_outputs": {"regex": "a+"}}, "structured_outputs.regex", Grammar("regex", "a+")),
-    "vllm choice": (
-        {"structured_outputs": {"choice": ["a", "b"]}},
-        "structured_outputs.choice",
-        Grammar("choice", '["a", "b"]'),
-    ),
-    "vllm grammar": (
-        {"structured_outputs": {"grammar": "root ::= [a]", "json": None}},
-        "structured_outputs.grammar",
-        Grammar("ebnf", "root ::= [a]"),
-    ),
+    "vllm json": (vllm(json=SCHEMA), "structured_outputs.json", Grammar("json_schema", TEXT)),
+    "vllm object": (vllm(json_object=True), "structured_outputs.json_object", Grammar("json_object")),
+    "vllm regex": (vllm(regex="a+"), "structured_outputs.regex", Grammar("regex", "a+")),
+    "vllm choice": (vllm(choice=["a", "b"]), "structured_outputs.choice", Grammar("choice", '["a", "b"]')),
+    "vllm grammar": (vllm(grammar="[a]", json=None), "structured_outputs.grammar", Grammar("ebnf", "[a]")),
     "vllm tag": (
-        {"structured_outputs": {"structural_tag": TAG}},
+        vllm(structural_tag=TAG),
         "structured_outputs.structural_tag",
         Grammar("structural_tag", json.dumps(TAG)),
     ),
@@ -99,54 +90,18 @@ def test_nothing_is_asked(body: dict[str, Any]) -> None:
         ({"response_format": {}}, "response_format.type", "one of text, json_object", "invalid_value"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "got 'xml'", "invalid_value"),
         ({"response_format": {"type": []}}, "response_format.type", "got []", "invalid_value"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "an object", "invalid_type"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
-            "response_format.json_schema.schema",
-            "required",
-            "missing_required_parameter",
-        ),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}},
-            "response_format.json_schema.schema",
-            "an object",
-            "invalid_type",
-        ),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": 1}}},
-            "response_format.json_schema.strict",
-            "true or false",
-            "invalid_type",
-        ),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "x": 1}}},
-            "response_format.json_schema.x",
-            "unknown field",
-            "invalid_value",
-        ),
-        (
-            {"response_format": {"type": "json_object", "json_schema": {}}},
-            "response_format.json_schema",
-            "unknown field",
-            "invalid_value",
-        ),
-        (
-            {"response_format": {"type": "json_object", "schema": 3}},
-            "response_format.schema",
-            "an object",
-            "invalid_type",
-        ),
+        ({"response_format": {"type": "json_schema"}}, OF_FORMAT, "an object", "invalid_type"),
+        (form(name="x"), f"{OF_FORMAT}.schema", "required", "missing_required_parameter"),
+        (form(schema=3), f"{OF_FORMAT}.schema", "an object", "invalid_type"),
+        (form(schema={}, strict=1), f"{OF_FORMAT}.strict", "true or false", "invalid_type"),
+        (form(schema={}, x=1), f"{OF_FORMAT}.x", "unknown field", "invalid_value"),
+        ({"response_format": {"type": "json_object", "json_schema": {}}}, OF_FORMAT, "unknown field", "invalid_value"),
+        ({"response_format": {"type": "json_object", "schema": 3}}, "response_format.schema", "an obj", "invalid_type"),
         ({"structured_outputs": []}, "structured_outputs", "an object", "invalid_type"),
-        ({"structured_outputs": {"xml": 1}}, "structured_outputs.xml", "unknown field", "invalid_value"),
-        ({"structured_outputs": {"regex": 1}}, "structured_outputs.regex", "a string", "invalid_type"),
-        (
-            {"structured_outputs": {"json": {}, "whitespace_pattern": " "}},
-            "structured_outputs.whitespace_pattern",
-            "not supported",
-            "invalid_value",
-        ),
-        ({"structured_outputs": {"json_object": 1}}, "structured_outputs.json_object", "true or false", "invalid_type"),
-        ({"guided_choice": "a"}, "guided_choice", "a list of strings", "invalid_type"),
+        (vllm(xml=1), "structured_outputs.xml", "unknown field", "invalid_value"),
+        (vllm(regex=1), "structured_outputs.regex", "a string", "invalid_type"),
+        (vllm(json={}, whitespace_pattern=" "), "structured_outputs.whitespace_pattern", "not sup", "invalid_value"),
+        (vllm(json_object=1), "structured_outputs.json_object", "true or false", "invalid_type"),
         ({"guided_choice": ["a", 1]}, "guided_choice", "a list of strings", "invalid_type"),
         ({"guided_json": [1]}, "guided_json", "an object", "invalid_type"),
         ({"ebnf": {}}, "ebnf", "a string", "invalid_type"),

@@ -7,7 +7,7 @@ from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from cluster.api.core.conversation import ChatMessage
-from cluster.api.core.tokenizer import messages_for, one_call_each, rendered, with_one_system
+from cluster.api.core.tokenizer import messages_for, one_call_each, rendered
 
 FIRST_ALONE = (  # gpt-oss: a first message of the system's; the loop has no place for another
     "{% if messages[0].role in ['system', 'developer'] %}[{{ messages[0].content }}]{% endif %}"
@@ -110,8 +110,3 @@ def test_gpt_oss_takes_back_what_it_thought_said_and_called() -> None:
     assert (text, warnings) == ("U:hi;A(hm\n\nI look.)>a;T:of a;", [])
     (other,) = messages_for([answer], "reasoning_content")
     assert (other["content"], other["reasoning_content"]) == ("I look.", "hm")
-
-
-def test_one_system_is_the_first() -> None:
-    assert with_one_system([said("user", "hi")]) == [said("user", "hi")]
-    assert with_one_system([said("user", "hi"), said("developer", "a")])[0] == said("system", "a")

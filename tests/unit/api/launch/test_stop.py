@@ -116,28 +116,22 @@ def test_a_signal_while_ray_starts_waits_for_our_handler() -> None:
     assert (ran.returncode, ran.stdout) == (0, "asked False\nasked True\nasked True\n"), ran.stderr
 
 
-def test_the_first_signal_asks_and_the_second_ends(signals: StopSignals) -> None:
+@pytest.mark.parametrize(("second", "status"), [(signal.SIGTERM, "143"), (signal.SIGINT, "130")])
+def test_the_first_signal_asks_and_the_second_ends_whatever_fails(
+    signals: StopSignals, second: int, status: str
+) -> None:
+    def fails() -> None:
+        raise RuntimeError("Ray is half gone")
+
+    signals.on_second(fails)
     signals.release()
     assert not signals.asked
     os.kill(os.getpid(), signal.SIGTERM)
     began = time.monotonic()
     signals.wait()
     assert signals.asked and time.monotonic() - began < 5
-    with pytest.raises(Left, match="143"):
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(5)
-
-
-def test_the_second_signal_ends_whatever_fails(signals: StopSignals) -> None:
-    def fails() -> None:
-        raise RuntimeError("Ray is half gone")
-
-    signals.on_second(fails)
-    signals.release()
-    os.kill(os.getpid(), signal.SIGTERM)
-    signals.wait()
-    with pytest.raises(Left, match="130"):
-        os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(Left, match=status):
+        os.kill(os.getpid(), second)
         time.sleep(5)
 
 

@@ -1,6 +1,5 @@
 """The response object and its stream: exact for a scripted answer, of the official types, and one answer either way."""
 
-import json
 from typing import Any
 
 import pytest
@@ -9,12 +8,12 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from cluster.api.core.errors import internal
 from cluster.api.core.sequences import Delta
 from cluster.api.openai.responses.request import ResponseRequest
 from cluster.api.openai.responses.shape import ResponseShape
 from cluster.chat.events import CallArguments, CallBegun, Event, ReasoningPiece, TextPiece
 from cluster.request import FinishReason
+from tests.api.test_other_apis import named
 from tests.unit.chat.random_answers import about, answers, steps
 
 OFFICIAL: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -33,18 +32,9 @@ def shape_of(**body: Any) -> ResponseShape:
     return ResponseShape(asked, about("resp_1"))
 
 
-def sent(raw: bytes) -> list[tuple[str, dict[str, Any]]]:
-    """The named events of a stream."""
-    found = []
-    for one in raw.decode().split("\n\n")[:-1]:
-        name, data = one.split("\n")
-        found.append((name.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
-    return found
-
-
 def streamed(shape: ResponseShape, deltas: list[Delta]) -> list[dict[str, Any]]:
     """The data of all events, each of which is as it should be by itself."""
-    found = sent(b"".join(shape.events(delta) for delta in deltas) + shape.end())
+    found = named((b"".join(shape.events(delta) for delta in deltas) + shape.end()).decode())
     assert [data["sequence_number"] for _, data in found] == [*range(len(found))]
     for name, data in found:
         assert data["type"] == name == OFFICIAL.validate_python(data).type
@@ -123,34 +113,6 @@ def test_the_stream_adds_up_to_the_whole(events: list[Event], each: int, finish:
         assert grown[at] == (item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"])
         cut = finish == "length" and at == len(whole["output"]) - 1
         assert item["status"] == ("incomplete" if cut else "completed")
-
-
-def test_a_length_that_is_reached_leaves_it_incomplete() -> None:
-    [*_, last] = streamed(shape_of(), steps([TextPiece("x")], finish="length"))
-    assert last["type"] == "response.incomplete"
-    assert last["response"]["status"] == "incomplete"
-    assert last["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
-    assert last["response"]["completed_at"] is None
-    assert last["response"]["usage"] == {
-        "input_tokens": 5,
-        "input_tokens_details": {"cached_tokens": 2, "cache_write_tokens": 0},
-        "output_tokens": 9,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": 14,
-    }
-
-
-def test_an_error_in_the_stream_fails_the_response() -> None:
-    shape = shape_of()
-    begun = sent(shape.events(Delta(0, events=(TextPiece("x"),))))
-    found = sent(shape.failed(internal("resp_1")))
-    assert [data["sequence_number"] for _, data in found] == [len(begun), len(begun) + 1]
-    (error, told), (failed, data) = found
-    assert (error, told["code"], told["param"]) == ("error", "internal_error", None)
-    assert failed == "response.failed" and data["response"]["status"] == "failed"
-    assert data["response"]["error"] == {"code": "server_error", "message": told["message"]}
-    for _, one in found:
-        OFFICIAL.validate_python(one)
 
 
 ASKED: dict[str, Any] = {

@@ -41,18 +41,6 @@ def test_watching_changes_nothing_and_sees_every_depth_that_was_reached(pair: Pa
     assert all((seed, position - 1) in accepted for seed, position in deeper)
 
 
-def test_by_depth_adds_up(pair: Pair) -> None:
-    result = acceptance.by_depth(pair, PROMPTS, NEW)
-    depths = result["by_depth"]
-    assert [d["depth"] for d in depths] == [1, 2, 3, 4, 5]
-    assert depths[0]["reached"] > 0
-    assert depths[1]["reached"] <= round(depths[0]["reached"] * depths[0]["coupled"])
-    for d in depths:
-        assert 0.0 <= d["coupled"] <= d["top4_coupled"] <= 1.0
-        assert 0.0 <= d["bound"] <= 1.0
-    assert depths[0]["bound"] > 0
-
-
 def test_the_bound_is_the_overlap_of_both_distributions(pair: Pair) -> None:
     engine, draft = watched_engine(pair.config(acceptance.CHAIN, 1))
     run = run_together(engine, PROMPTS[:1], [params_of(NEW, 1.0, 0)])

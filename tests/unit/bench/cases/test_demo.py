@@ -2,8 +2,8 @@ import io
 
 import pytest
 
-from cluster.bench.cases.demo import PROMPTS, Side, compare, prompt_table, summary_table
-from cluster.bench.live import LiveView, short
+from cluster.bench.cases.demo import PROMPTS, Side, compare
+from cluster.bench.live import LiveView
 from cluster.bench.report import json_line
 from cluster.bench.streams import ClientStream, Prompt
 
@@ -53,16 +53,6 @@ def test_a_failed_stream_is_counted() -> None:
     assert (result["failed"], result["identical"]) == (1, False)
 
 
-def test_tables_have_a_line_per_prompt_and_the_ratios() -> None:
-    spec, plain = side(2.0, steps=2), side(5.0)
-    lines = prompt_table(spec, plain).splitlines()
-    assert len(lines) == 2 + len(PROMPTS)
-    assert all(line.endswith("yes") for line in lines[2:])
-    summary = summary_table(compare(spec, plain))
-    assert "2.50x" in summary
-    assert "same output: yes, every token; failed: 0" in summary
-
-
 def test_plain_progress_where_there_is_no_terminal() -> None:
     out = io.StringIO()
     view = LiveView("round 1", 5, out)
@@ -85,9 +75,3 @@ def test_a_terminal_is_redrawn_in_place() -> None:
     assert first.count("\n") == len(PROMPTS) + 2
     assert out.getvalue()[len(first) :].startswith(f"\x1b[{len(PROMPTS) + 2}A")
     assert "\\n" in first, "line ends inside a text are shown, not printed"
-
-
-def test_short() -> None:
-    assert short("a\n  b c\n\n", 8) == "b c"
-    assert short("x" * 20, 8) == "xxxxx..."
-    assert short("", 8) == ""

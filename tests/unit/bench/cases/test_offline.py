@@ -1,8 +1,7 @@
 import pytest
 
 from cluster.bench.cases import offline
-from cluster.bench.pair import PLAIN, Pair, TreeChoice
-from cluster.config.tree_shape import tree_shape
+from cluster.bench.pair import Pair, TreeChoice
 from tests.tiny import draft_folder, target_folder
 
 SIZE = offline.Size(prompts=9, alone=2, prompt_tokens=6, new_tokens=10, repeats=2)
@@ -51,13 +50,6 @@ def test_other_tokens_make_the_figures_worthless(pair: Pair) -> None:
     result = offline.report(pair, SIZE, SHAPES[:1], contenders)
     assert result["identical"] is False
     assert result["settings"][1]["first_difference"] == 4
-
-
-def test_every_shape_is_one_that_the_engine_takes() -> None:
-    for shape in (PLAIN, *offline.SHAPES):
-        made = tree_shape(Pair().config(shape, 8))
-        assert (made.num_steps, made.topk, made.num_draft_tokens) == (shape.num_steps, shape.topk, shape.nodes)
-    assert str(TreeChoice(3, 4, 12)) == "topk 4, 3 levels, 12 nodes"
 
 
 def test_the_median_of_ratios_within_a_repeat() -> None:

@@ -75,6 +75,7 @@ def test_a_made_up_model_is_measured_plain(said: Path) -> None:
     assert "float32" in show(result) and "3 new tokens after 5, medians of 1 repeats" in show(result)
 
 
+@pytest.mark.slow
 def test_a_chain_is_drafted_alike(said: Path) -> None:
     """The demo's draft reads what layers 2, 5 and 8 give, which vLLM counts as what is given to those after them."""
     result = measure(Pair(), replace(QUICK, batches=(1,), new_tokens=3, prompt_tokens=5), lambda text: None)
