@@ -26,7 +26,7 @@ RATE = 0.75
 
 @dataclass(frozen=True)
 class Pair:
-    """A target family and a draft; `turn` picks the family's config, page size and chunks."""
+    """A target family and a draft; `turn` picks the family's config, page size and chunks, and chain or tree."""
 
     family: str
     draft: str
@@ -40,6 +40,10 @@ class Pair:
     def case(self) -> str:
         cases = list(FAMILIES[self.family].cases)
         return cases[self.turn % len(cases) if self.layers == LAYERS else 0]
+
+    @property
+    def shape(self) -> str:
+        return list(SHAPES)[self.turn // 9 % 2]
 
     @property
     def target(self) -> str:

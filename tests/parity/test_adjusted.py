@@ -17,6 +17,7 @@ from transformers.generation.logits_process import (
 from cluster.config import EngineConfig
 from cluster.engine import Engine, StepResult, build_engine
 from cluster.request import LogitAdjustments, Request
+from tests.pairwise import covering
 from tests.parity.drafts import Texts
 from tests.parity.harness import (
     GREEDY,
@@ -125,11 +126,9 @@ def test_plain_decoding_equals_transformers_own_processors(kind: str) -> None:
     assert differ, "the adjustments change nothing here"
 
 
-@pytest.mark.parametrize("kind", ["model", "corrected"])
-@pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize(("topk", "num_steps"), SHAPES)
-def test_every_node_of_a_tree_is_adjusted_for_its_own_path(topk: int, num_steps: int, sampling: str, kind: str) -> None:
-    engine = speculative(config_of(*tiny_pair(), topk, num_steps), kind, truth(sampling))
+@pytest.mark.parametrize(("shape", "sampling", "kind"), covering([SHAPES, list(SAMPLING), ["model", "corrected"]]))
+def test_every_node_of_a_tree_is_adjusted_for_its_own_path(shape: tuple[int, int], sampling: str, kind: str) -> None:
+    engine = speculative(config_of(*tiny_pair(), *shape), kind, truth(sampling))
     result = run(engine, asked(sampling))
     assert result.ended == plain(sampling).ended
     assert result.accept_length > (1.0 if kind == "model" else 1.4)

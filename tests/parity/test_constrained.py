@@ -14,6 +14,7 @@ from cluster.engine import build_engine
 from cluster.engine.programs import Programs
 from cluster.grammar.asked import GrammarError
 from cluster.request import LogitAdjustments, Request
+from tests.pairwise import covering
 from tests.parity.automata import EOS, Walker, automaton, follows, walked
 from tests.parity.harness import (
     OVERLAP,
@@ -30,6 +31,7 @@ from tests.parity.harness import (
 
 SHAPES = [(1, 3), (1, 5), (3, 3), (4, 5), (8, 3)]
 """The last drafts more nodes, of which it keeps some, than what it keeps and what grammars force take together."""
+METHODS = ("__init__", "accept", "fill", "forced")
 WORDS = ((5,), (7, 3))
 BANS = LogitAdjustments(repetition_penalty=1.3, bias=((4, -100.0), (9, 3.0)), bad_words_token_ids=WORDS, min_tokens=4)
 
@@ -74,13 +76,11 @@ def test_every_text_follows_its_grammar(sampling: str) -> None:
     assert {"stop", "length"} == {last.finish_reason for last in plain(sampling).last.values()}
 
 
-@pytest.mark.parametrize("kind", ["model", "corrected"])
-@pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize(("topk", "num_steps"), SHAPES)
-def test_trees_give_what_plain_decoding_gives(topk: int, num_steps: int, sampling: str, kind: str) -> None:
+@pytest.mark.parametrize(("shape", "sampling", "kind"), covering([SHAPES, list(SAMPLING), ["model", "corrected"]]))
+def test_trees_give_what_plain_decoding_gives(shape: tuple[int, int], sampling: str, kind: str) -> None:
     said = plain(sampling).tokens
     truth = {one.request_id: [*one.prompt_token_ids, *said[one.request_id]] for one in asked(sampling)}
-    engine = walked(speculative(config(topk, num_steps), kind, truth))
+    engine = walked(speculative(config(*shape), kind, truth))
     result = run(engine, asked(sampling))
     assert result.ended == plain(sampling).ended
     assert result.accept_length > 1.3
@@ -185,11 +185,9 @@ def test_what_is_forced_goes_beyond_what_is_drafted(topk: int, num_steps: int) -
     assert not any(counts["free"].accepted[num_steps + 1 :])
 
 
-@pytest.mark.parametrize("kind", [GrammarError, UnicodeDecodeError])
-@pytest.mark.parametrize("method", ["__init__", "accept", "fill", "forced"])
-@pytest.mark.parametrize(("topk", "num_steps"), [(0, 0), (3, 3)])
+@pytest.mark.parametrize(("topk", "method", "kind"), covering([(0, 3), METHODS, (GrammarError, UnicodeDecodeError)]))
 def test_a_grammar_that_fails_ends_its_own_request(
-    topk: int, num_steps: int, method: str, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+    topk: int, method: str, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After some calls that worked. Those beside it get the tokens that they get without it."""
     calls, true = 0, getattr(Walker, method)
@@ -204,7 +202,7 @@ def test_a_grammar_that_fails_ends_its_own_request(
 
     expected = plain("0.8").ended
     monkeypatch.setattr(Walker, method, failing)
-    result = run(walked(build_engine(config(topk, num_steps))), asked("0.8"))
+    result = run(walked(build_engine(config(topk, topk))), asked("0.8"))
     if topk or method != "forced":
         last = result.last["3"]
         assert (last.finish_reason, last.error_code) == ("error", "nonfinite_logits")

@@ -247,8 +247,13 @@ def test_a_geometry_on_two_ranks(ranks: Gangs, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tp", "dp"), [(2, 1), (2, 2), (4, 1), (4, 2)])
-@pytest.mark.parametrize("name", GEOMETRIES)
+@pytest.mark.parametrize(
+    ("name", "tp", "dp"),
+    [
+        *((name, *mesh) for name in GEOMETRIES for mesh in ((2, 2), (4, 1))),
+        *((name, 4, 2) for name, (_, _, given) in GEOMETRIES.items() if "vocab_parallel" in given),
+    ],
+)
 def test_a_geometry(ranks: Gangs, name: str, tp: int, dp: int) -> None:
     tally = check(ranks(tp), geometry_case(name, tp, dp))
     assert not tally.mismatches and tally.counted == 12, tally

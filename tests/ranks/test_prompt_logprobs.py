@@ -1,9 +1,8 @@
 """Log-probabilities of prompts on several ranks are those of one, wherever the columns of the head are."""
 
-from itertools import product
-
 import pytest
 
+from tests.pairwise import covering
 from tests.parity.harness import VOCAB, tiny_pair
 from tests.ranks.compare import Tally, check
 from tests.ranks.gang import Case
@@ -13,6 +12,12 @@ from tests.tiny import draft_folder
 
 MESHES = ((2, 1), (2, 2), (4, 2))
 SHARDS = ("attention", "world")
+SHAPES: tuple[dict[str, object], ...] = (
+    {"topk": 1, "num_steps": 5, "shaken": 3},
+    {"topk": 3, "draft_vocab": 17, "max_total_tokens": 96},
+    {"topk": 3, "dp_padding": "padded", "shaken": 4},
+    {"topk": 1, "capture": "on", "capture_sizes": [1, 2, 4, 8, 16]},
+)
 
 
 def tally_of(ranks: Gangs, mesh: tuple[int, int], shards: str, **settings: object) -> Tally:
@@ -35,16 +40,7 @@ def test_a_gang_scores_as_one_rank(ranks: Gangs, mesh: tuple[int, int], shards: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "shape",
-    [
-        {"topk": 1, "num_steps": 5, "shaken": 3},
-        {"topk": 3, "draft_vocab": 17, "max_total_tokens": 96},
-        {"topk": 3, "dp_padding": "padded", "shaken": 4},
-        {"topk": 1, "capture": "on", "capture_sizes": [1, 2, 4, 8, 16]},
-    ],
-)
-@pytest.mark.parametrize(("mesh", "shards"), product(MESHES, SHARDS))
+@pytest.mark.parametrize(("mesh", "shards", "shape"), covering([MESHES, SHARDS, SHAPES]))
 def test_prompts_are_scored_on_all_meshes(
     ranks: Gangs, mesh: tuple[int, int], shards: str, shape: dict[str, object]
 ) -> None:
