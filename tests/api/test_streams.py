@@ -9,7 +9,7 @@ from fastapi import FastAPI
 
 from cluster.actors.messages import Unavailable
 from cluster.request import SequenceOutput
-from tests.api.scripted import MODEL, Client, ScriptedService
+from tests.api.scripted import MODEL, Client, ScriptedService, http_scope
 
 MANY = {"max_tokens": 400, "ignore_eos": True}
 
@@ -100,21 +100,7 @@ class Visitor:
         self.stuck = False
         self._body = json.dumps({"model": MODEL, "prompt": "hello", **body}).encode()
         self._asked = False
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": path,
-            "raw_path": path.encode(),
-            "query_string": b"",
-            "headers": [(b"content-type", b"application/json")],
-            "http_version": "1.1",
-            "scheme": "http",
-            "server": ("test", 80),
-            "client": ("test", 1),
-            "root_path": "",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-        }
-        self.call = asyncio.create_task(app(scope, self._receive, self._send))
+        self.call = asyncio.create_task(app(http_scope(path), self._receive, self._send))
 
     async def _receive(self) -> dict[str, Any]:
         if not self._asked:
