@@ -28,8 +28,10 @@ from tests.parity.harness import (
     prompts,
     request,
     run,
+    run_alone,
     scarce,
     speculative,
+    texts_of,
     tiny_pair,
 )
 from tests.parity.test_transformers import oracle
@@ -67,17 +69,12 @@ def config(topk: int, num_steps: int, **settings: object) -> EngineConfig:
 
 @cache
 def plain(sampling: str) -> Run:
-    """Each request alone in an engine of its own."""
-    whole = Run()
-    for one in asked(sampling):
-        alone = run(build_engine(config_of(tiny_pair()[0])), [one])
-        whole.tokens |= alone.tokens
-        whole.last |= alone.last
-    return whole
+    """Each request alone, without prefix reuse."""
+    return run_alone(build_engine(config(0, 0, disable_radix_cache=True)), asked(sampling))
 
 
 def truth(sampling: str) -> Texts:
-    return {one.request_id: [*one.prompt_token_ids, *plain(sampling).tokens[one.request_id]] for one in asked(sampling)}
+    return texts_of(asked(sampling), plain(sampling))
 
 
 class Counted(LogitsProcessor):

@@ -24,8 +24,10 @@ from tests.parity.harness import (
     prompts,
     request,
     run,
+    run_alone,
     scarce,
     speculative,
+    texts_of,
     tiny_pair,
 )
 
@@ -54,13 +56,8 @@ def config(topk: int, num_steps: int, **settings: object) -> EngineConfig:
 
 @cache
 def plain(sampling: str) -> Run:
-    """Each request alone in an engine of its own."""
-    whole = Run()
-    for one in asked(sampling):
-        alone = run(walked(build_engine(config(0, 0))), [one])
-        whole.tokens |= alone.tokens
-        whole.last |= alone.last
-    return whole
+    """Each request alone, without prefix reuse."""
+    return run_alone(walked(build_engine(config(0, 0, disable_radix_cache=True))), asked(sampling))
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)
@@ -78,9 +75,7 @@ def test_every_text_follows_its_grammar(sampling: str) -> None:
 
 @pytest.mark.parametrize(("shape", "sampling", "kind"), covering([SHAPES, list(SAMPLING), ["model", "corrected"]]))
 def test_trees_give_what_plain_decoding_gives(shape: tuple[int, int], sampling: str, kind: str) -> None:
-    said = plain(sampling).tokens
-    truth = {one.request_id: [*one.prompt_token_ids, *said[one.request_id]] for one in asked(sampling)}
-    engine = walked(speculative(config(*shape), kind, truth))
+    engine = walked(speculative(config(*shape), kind, texts_of(asked(sampling), plain(sampling))))
     result = run(engine, asked(sampling))
     assert result.ended == plain(sampling).ended
     assert result.accept_length > 1.3
@@ -95,11 +90,10 @@ def test_captured_steps_call_the_host(topk: int, num_steps: int, sampling: str) 
         replace(one, params=replace(one.params, adjustments=one.params.adjustments and penalties))
         for one in asked(sampling)
     ]
-    alone = {one.request_id: run(walked(build_engine(config(0, 0))), [one]).ended for one in requests}
+    alone = run_alone(walked(build_engine(config(0, 0, disable_radix_cache=True))), requests).ended
     engine = walked(build_engine(config(topk, num_steps, capture="on")))
     for _ in range(2):
-        ended = run(engine, requests).ended
-        assert all(ended[name] == each[name] for name, each in alone.items())
+        assert run(engine, requests).ended == alone
     programs = engine._p.lockstep.programs
     if isinstance(programs, Programs):  # a device that runs late replays nothing
         assert any(SamplingMode.CONSTRAINED in SamplingMode(key.mode) for key in programs.captured), (

@@ -9,6 +9,7 @@ import pytest
 from cluster.batch import StepInput
 from cluster.engine import Engine, StepResult
 from tests.late import LateOutput, LatePrograms, delay
+from tests.pairwise import covering
 from tests.parity.harness import config_of, grid_requests, plain_run, run, scarce, speculative, tiny_pair, truth
 
 
@@ -19,9 +20,9 @@ def overlapped(topk: int, memory: str = "ample", kind: str = "corrected", rate: 
     return engine if isinstance(engine._p.lockstep.programs, LatePrograms) else delay(engine)
 
 
-@pytest.mark.parametrize("kind", ["model", "corrected", "oracle"])
-@pytest.mark.parametrize("memory", ["ample", "scarce"])
-@pytest.mark.parametrize("topk", [1, 3])
+@pytest.mark.parametrize(
+    ("topk", "memory", "kind"), covering([(1, 3), ("ample", "scarce"), ("model", "corrected", "oracle")])
+)
 def test_a_host_that_is_ahead_gets_the_same_tokens(topk: int, memory: str, kind: str) -> None:
     engine = overlapped(topk, memory, kind)
     requests = grid_requests("0.8", 8)

@@ -1,5 +1,8 @@
 """Adjusted and constrained requests on several ranks: their own group works on each row, wherever its columns are."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 
 from tests.pairwise import covering
@@ -16,14 +19,24 @@ SHAPES = ({"topk": 1, "num_steps": 5}, {"topk": 3, "draft_vocab": 17, "max_total
 
 
 def tally_of(ranks: Gangs, mesh: tuple[int, int], shards: tuple[str, str], **settings: object) -> Tally:
+    given = {"vocab_parallel": shards[0], "speculative_draft_parallel": shards[1]}
+    return tally_besides(ranks, mesh, (*ADJUSTED, *CONSTRAINED), **given, **settings)
+
+
+def tally_besides(
+    ranks: Gangs, mesh: tuple[int, int], besides: Sequence[dict[str, Any]], shaken: int | None = None, **settings: Any
+) -> Tally:
+    """A gang against one rank; requests ask for what is `besides` by turns. `shaken`: random chunks and tiers.
+
+    `settings` may name the size of a draft's vocabulary.
+    """
     target, draft = tiny_pair()
     if "draft_vocab" in settings:
-        draft = draft_folder(target, draft_vocab=settings.pop("draft_vocab"))  # type: ignore[arg-type]
+        draft = draft_folder(target, draft_vocab=settings.pop("draft_vocab"))
     tp, dp = mesh
-    given = {"vocab_parallel": shards[0], "speculative_draft_parallel": shards[1]}
-    besides = (*ADJUSTED, *CONSTRAINED)
     actions = workload(tp + dp, dp, 20, vocab=VOCAB, horizon=10, aborts=0.1, besides=besides)
-    return check(ranks(tp), Case(config(target, draft, tp_size=tp, attn_dp_size=dp, **given, **settings), actions))
+    case = Case(config(target, draft, tp_size=tp, attn_dp_size=dp, **settings), actions, shaken=shaken)
+    return check(ranks(tp), case, same_trees=shaken is None)
 
 
 @pytest.mark.parametrize(("mesh", "shards"), [((2, 1), ("attention", "sharded")), ((2, 2), ("world", "sharded"))])

@@ -3,12 +3,10 @@
 import pytest
 
 from tests.pairwise import covering
-from tests.parity.harness import VOCAB, tiny_pair
-from tests.ranks.compare import Tally, check
-from tests.ranks.gang import Case
-from tests.ranks.test_parity import Gangs, config
-from tests.ranks.workload import SCORED, workload
-from tests.tiny import draft_folder
+from tests.ranks.compare import Tally
+from tests.ranks.test_adjusted import tally_besides
+from tests.ranks.test_parity import Gangs
+from tests.ranks.workload import SCORED
 
 MESHES = ((2, 1), (2, 2), (4, 2))
 SHARDS = ("attention", "world")
@@ -21,15 +19,7 @@ SHAPES: tuple[dict[str, object], ...] = (
 
 
 def tally_of(ranks: Gangs, mesh: tuple[int, int], shards: str, **settings: object) -> Tally:
-    """`settings` may name the size of a draft's vocabulary, and `shaken`: random chunks and tiers."""
-    target, draft = tiny_pair()
-    if "draft_vocab" in settings:
-        draft = draft_folder(target, draft_vocab=settings.pop("draft_vocab"))  # type: ignore[arg-type]
-    shaken, (tp, dp) = settings.pop("shaken", None), mesh
-    given = {"vocab_parallel": shards, "tp_size": tp, "attn_dp_size": dp, **settings}
-    actions = workload(tp + dp, dp, 20, vocab=VOCAB, horizon=10, aborts=0.1, besides=SCORED)
-    case = Case(config(target, draft, **given), actions, shaken=shaken)  # type: ignore[arg-type]
-    return check(ranks(tp), case, same_trees=shaken is None)
+    return tally_besides(ranks, mesh, SCORED, vocab_parallel=shards, **settings)
 
 
 @pytest.mark.parametrize(("mesh", "shards"), [((2, 1), "attention"), ((2, 2), "world"), ((2, 2), "attention")])
