@@ -9,10 +9,8 @@ import pytest
 from cluster.actors.messages import GangHistory
 from cluster.api.core.fields import HARMLESS, WARNING_HEADER
 from cluster.api.core.protocol import ChatRequest, TokenizeRequest
-from cluster.api.core.tokenizer import ChatTokenizer
 from cluster.api.http import routes
 from cluster.api.http.routes import make_app
-from cluster.config import ConfigError
 from tests.api.scripted import CONTEXT, IM_START, MODEL, Client, ScriptedService, save_tokenizer
 
 
@@ -152,13 +150,6 @@ def test_a_tokenizer_without_a_template_serves_completions(tmp_path: Path) -> No
     client = Client(make_app(service))
     assert client.complete().status_code == 200
     assert "no chat template" in client.chat().json()["error"]["message"]
-
-
-def test_a_broken_tokenizer_folder_is_refused(tmp_path: Path) -> None:
-    save_tokenizer(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text("[1")
-    with pytest.raises(ConfigError, match="is not a JSON object"):
-        ChatTokenizer.load(str(tmp_path))
 
 
 def test_the_description_names_every_field(client: Client) -> None:
