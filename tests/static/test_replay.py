@@ -17,7 +17,7 @@ from cluster.engine.assembler import ProgramInputs
 from cluster.engine.programs import TAPES, Program
 from cluster.request import LogitAdjustments, Request, RequestParams, TokenLogprob
 from cluster.spec.result import StepOutput
-from tests.parity.harness import SAMPLING, VOCAB, config_of, tiny_pair
+from tests.parity.harness import SAMPLING, VOCAB, config_of, run, tiny_pair
 from tests.parity.pairs import algorithm_of, diagonal, draft_of
 from tests.parity.poison import memory_of
 from tests.tiny import draft_folder, target_folder
@@ -207,13 +207,7 @@ def test_an_end_of_a_prompt_that_is_not_finite_spoils_nobody(sampling: str) -> N
 
 def texts_of(engine: Engine, prompts: dict[str, tuple[int, ...]], params: RequestParams) -> dict[str, list[int]]:
     """The tokens of requests that run together."""
-    given: dict[str, list[int]] = {name: [] for name in prompts}
-    for name, prompt in prompts.items():
-        engine.submit(Request(name, prompt, params))
-    while engine.has_work:
-        for output in engine.step().outputs:
-            given[output.request_id] += output.token_ids
-    return given
+    return run(engine, [Request(name, prompt, params) for name, prompt in prompts.items()]).tokens
 
 
 def test_steps_with_prompt_rows_are_replayed_too(monkeypatch: pytest.MonkeyPatch) -> None:
