@@ -1,32 +1,27 @@
 """Anthropic's own client against a real server: what it parses, what it raises, what it tries again."""
 
 import threading
-from collections.abc import Iterator
 
 import anthropic
 import pytest
 from anthropic import Anthropic
-from fastapi import FastAPI
 from pydantic import BaseModel
 
-from tests.api.listening import assert_closing_aborts, listening
+from tests.api.listening import assert_closing_aborts
 from tests.api.scripted import MODEL, ScriptedService
 
 SAID = "once upon a time 😀 there was an aerie"
 HI = [{"role": "user", "content": "hi"}]
 
 
-@pytest.fixture
-def url(app: FastAPI, service: ScriptedService) -> Iterator[str]:
+@pytest.fixture(autouse=True)
+def script(service: ScriptedService) -> None:
     service.engine.script = SAID.encode()
-    with listening(app) as url:
-        yield url
 
 
 @pytest.fixture
-def api(url: str) -> Iterator[Anthropic]:
-    with Anthropic(base_url=url, api_key="none", max_retries=0) as client:
-        yield client
+def api(anthropic: Anthropic) -> Anthropic:
+    return anthropic
 
 
 def test_a_whole_answer(api: Anthropic) -> None:

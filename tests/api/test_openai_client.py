@@ -1,16 +1,14 @@
 """The client of record against a real server: what it parses, what it raises."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import openai
 import pytest
-from fastapi import FastAPI
 from openai import OpenAI
 from pydantic import BaseModel
 
 from cluster.api.core.tokenizer import ChatTokenizer
-from tests.api.listening import assert_closing_aborts, listening
+from tests.api.listening import assert_closing_aborts
 from tests.api.scripted import EOS, MODEL, ScriptedService, save_tokenizer
 
 SAID = "once upon a time 😀 there was an aerie"
@@ -18,10 +16,9 @@ HI = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture
-def api(app: FastAPI, service: ScriptedService) -> Iterator[OpenAI]:
+def api(openai: OpenAI, service: ScriptedService) -> OpenAI:
     service.engine.script = SAID.encode()
-    with listening(app) as url, OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        yield client
+    return openai
 
 
 def test_models(api: OpenAI) -> None:
