@@ -47,7 +47,7 @@ def test_a_gang_adjusts_as_one_rank(ranks: Gangs, mesh: tuple[int, int], shards:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "vocab", "draft", "shape"), covering([MESHES, *SHARDS, SHAPES]))
+@pytest.mark.parametrize(("mesh", "vocab", "draft", "shape"), covering([MESHES, *SHARDS, SHAPES], 3))
 def test_adjusted_requests_on_all_meshes(
     ranks: Gangs, mesh: tuple[int, int], vocab: str, draft: str, shape: dict[str, int]
 ) -> None:
