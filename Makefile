@@ -1,7 +1,7 @@
 # Every target works alone on a fresh clone: it makes .venv and installs what it needs, once per change of the pins.
 #   make demo   install, start a local cluster on the demo pair, stream eight prompts, print the table
 #   make test   the fast suite          make test-all   everything, minutes to an hour
-#   make parity the whole grid and the suites of ranks; OVERLAP=1: with the host a step ahead of its device
+#   make parity the grids of law 1 and the suites of ranks; OVERLAP=1: with the host a step ahead of its device
 #   make verify  every slow suite; what passed on the same files is not run again; FRESH=1: forgets what passed
 #   make planted  plants small faults in a copy, one at a time: the fast tests must find each
 #   make kernels  every program of Triton in its interpreter      make kernels-compile  each, for GPUs that are not here

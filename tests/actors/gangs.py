@@ -32,6 +32,8 @@ async def read(router: Router, request: Request) -> tuple[list[int], SequenceOut
 
 
 def with_gang(gang_spec: GangSpec, body: Callable[[Gang, Router], Coroutine[Any, Any, None]]) -> None:
+    """Start a gang, run the test's body, stop it; nothing of it may be left."""
+
     async def whole() -> None:
         gang = Gang(gang_spec)
         await gang.start()
@@ -44,6 +46,7 @@ def with_gang(gang_spec: GangSpec, body: Callable[[Gang, Router], Coroutine[Any,
             await gang.stop()
 
     asyncio.run(whole())
+    assert left_behind(gang_spec.name.rpartition("/")[2]) == []
 
 
 def left_behind(name: str) -> list[str]:

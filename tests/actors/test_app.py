@@ -2,79 +2,33 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
-from ray import serve
-from ray.util import list_named_actors
 
-from cluster.api.serve.application import build_app
-from cluster.api.serve.settings import parse
 from tests.actors.counting_engine import SLOW
-from tests.api.apps import LOG
+from tests.api.apps import LOG, arguments, deploy_config, eventually, health, serving, settled, shards, total
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 
 
 def deploy(replicas: int, **engine: float) -> None:
-    args = {
-        "llm_configs": [
-            {
-                "model_loading_config": {"model_id": "counting", "model_source": "/counting"},
-                "engine_kwargs": {"watchdog_timeout_s": 1.0, "max_model_len": 4096, **engine},
-                "placement_group_config": {"bundle_per_worker": {"CPU": 0.5}},
-                "deployment_config": {
-                    "num_replicas": replicas,
-                    "health_check_period_s": 0.5,
-                    "graceful_shutdown_timeout_s": 5,
-                    "ray_actor_options": {"num_cpus": 0.1},
-                },
-            }
-        ],
-        "log_file": str(LOG),
-    }
-    serve.run(build_app(parse(args), "tests.actors.counting_engine:build"), name="counting", route_prefix="/")
+    deploy_config(arguments(replicas, **engine))
+    settled()
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config={"enable_access_log": False})
-    deploy(1)
-    yield f"http://127.0.0.1:{port}"
-    serve.shutdown()
-    assert eventually(lambda: not shards()), f"left behind: {shards()}"
-
-
-def shards() -> list[str]:
-    return [entry["name"] for entry in list_named_actors(all_namespaces=True) if entry["namespace"] == "aerie"]
-
-
-def eventually(condition: Callable[[], Any], within_s: float = 15.0) -> bool:
-    until = time.monotonic() + within_s
-    while time.monotonic() < until:
-        if condition():
-            return True
-        time.sleep(0.1)
-    return False
+    with serving(arguments()) as url:
+        yield url
 
 
 def complete(url: str, *prompt: int, max_tokens: int = 8, **more: Any) -> httpx.Response:
     body = {"model": "counting", "prompt": list(prompt), "max_tokens": max_tokens, "return_token_ids": True, **more}
     return httpx.post(f"{url}/v1/completions", json=body, timeout=20)
-
-
-def health(url: str) -> int:
-    try:
-        return httpx.get(f"{url}/health", timeout=2).status_code
-    except httpx.TimeoutException:  # while Serve has no replica at all, its proxy lets requests wait
-        return 0
 
 
 def test_one_hop_from_http_to_the_gang_and_back(url):
@@ -109,12 +63,7 @@ def test_a_client_that_leaves_frees_its_slot(url):
                     return
 
     asyncio.run(leave())
-
-    def running() -> float:
-        page = httpx.get(f"{url}/metrics").text
-        return sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith("aerie_open_requests{"))
-
-    assert eventually(lambda: running() == 0.0, 3.0)
+    assert eventually(lambda: total(httpx.get(f"{url}/metrics").text, "aerie_open_requests") == 0.0, 3.0)
 
 
 def test_clients_that_leave_take_nobody_with_them(url):
@@ -164,10 +113,6 @@ def test_a_killed_shard_is_a_pause_for_its_streams_and_503_for_a_moment(url):
 def test_metrics_are_the_sum_over_replicas_whichever_answers(url):
     deploy(2)
     assert eventually(lambda: len(shards()) == 2)
-
-    def total(page: str, name: str) -> float:
-        return sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith(name + "{"))
-
     before = httpx.get(f"{url}/metrics").text
     for i in range(12):
         assert complete(url, i, max_tokens=10).status_code == 200

@@ -251,16 +251,3 @@ def test_a_broken_checkpoint_is_one_clear_line(tmp_path: Path) -> None:
         said, _ = process.communicate(timeout=120)
         assert process.returncode == 2, said
         assert "aerie serve: " in said and "safetensors" in said and "Traceback" not in said
-
-
-def test_a_port_in_use_is_said_before_ray_starts(tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        asked = time.monotonic()
-        with aerie_serve(f"http_port={port}", *tiny_pair(), log=tmp_path / "server.log") as process:
-            said, _ = process.communicate(timeout=60)
-            assert process.returncode == 2
-            assert f"http_port {port} on 127.0.0.1 cannot be used: Address already in use" in said
-        assert time.monotonic() - asked < 10

@@ -1,12 +1,15 @@
 """A REST app over a scripted engine: no model, no Ray. Tests of the whole application take the `local_ray` too."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fastapi import FastAPI
 
 from cluster.api.http.routes import make_app
 from tests.actors.conftest import local_ray as local_ray
+from tests.api.listening import listening
 from tests.api.scripted import Client, ScriptedService, save_tokenizer
 
 
@@ -28,3 +31,34 @@ def app(service: ScriptedService) -> FastAPI:
 @pytest.fixture
 def client(app: FastAPI) -> Client:
     return Client(app)
+
+
+@pytest.fixture
+def document(client: Client) -> dict[str, Any]:
+    """The description of the API."""
+    found: dict[str, Any] = client.get("/openapi.json").json()
+    return found
+
+
+@pytest.fixture
+def url(app: FastAPI) -> Iterator[str]:
+    with listening(app) as address:
+        yield address
+
+
+@pytest.fixture
+def openai(url: str) -> Iterator[Any]:
+    """OpenAI's own client."""
+    from openai import OpenAI
+
+    with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def anthropic(url: str) -> Iterator[Any]:
+    """Anthropic's own client."""
+    from anthropic import Anthropic
+
+    with Anthropic(base_url=url, api_key="none", max_retries=0) as client:
+        yield client

@@ -1,11 +1,26 @@
 """A REST app on a port of this machine, for clients that speak HTTP themselves."""
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+
+from tests.api.scripted import ScriptedService
+
+
+def assert_closing_aborts(stream: Any, service: ScriptedService) -> None:
+    """Closing an official client's `stream` ends its request at the engine."""
+    next(iter(stream))
+    assert service.engine.running
+    stream.close()
+    until = time.monotonic() + 4
+    while service.engine.running and time.monotonic() < until:
+        time.sleep(0.02)
+    assert len(service.engine.aborted) == 1
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import httpx
 from fastapi import FastAPI
@@ -207,6 +208,18 @@ class Client:
         return self.post(
             "/v1/chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], **fields}
         )
+
+
+def http_scope(path: str, method: str = "POST", headers: Sequence[tuple[bytes, bytes]] = (), **more: Any) -> Any:
+    """The scope of a call as uvicorn gives it to an app; `path` as on the wire, `more` is laid over."""
+    asked, _, query = path.partition("?")
+    scope = {
+        "type": "http", "method": method, "path": unquote(asked), "raw_path": asked.encode(), "root_path": "",
+        "query_string": query.encode(), "headers": [(b"content-type", b"application/json"), *headers],
+        "http_version": "1.1", "scheme": "http", "server": ("test", 80), "client": ("test", 1),
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+    }  # fmt: skip
+    return scope | more
 
 
 def events(response: httpx.Response) -> list[dict[str, Any]]:

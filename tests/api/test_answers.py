@@ -360,12 +360,3 @@ def test_a_pinned_rank_reaches_the_engine_with_every_sample(
     client.chat(**{name: 0})
     client.chat()
     assert [request.routed_dp_rank for request in service.engine.requests] == [3, 3, 0, None]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_rank_that_does_not_exist_is_refused_by_name(client: Client, service: ScriptedService, stream: bool) -> None:
-    service.engine.refusal = "routed_dp_rank: must lie in [0, 1], got 9"
-    response = client.complete(routed_dp_rank=9, stream=stream)
-    assert response.status_code == 400
-    error = response.json()["error"]
-    assert (error["param"], error["message"]) == ("routed_dp_rank", service.engine.refusal)

@@ -1,32 +1,27 @@
 """Anthropic's own client against a real server: what it parses, what it raises, what it tries again."""
 
 import threading
-from collections.abc import Iterator
 
 import anthropic
 import pytest
 from anthropic import Anthropic
-from fastapi import FastAPI
 from pydantic import BaseModel
 
-from tests.api.listening import listening
+from tests.api.listening import assert_closing_aborts
 from tests.api.scripted import MODEL, ScriptedService
 
 SAID = "once upon a time 😀 there was an aerie"
 HI = [{"role": "user", "content": "hi"}]
 
 
-@pytest.fixture
-def url(app: FastAPI, service: ScriptedService) -> Iterator[str]:
+@pytest.fixture(autouse=True)
+def script(service: ScriptedService) -> None:
     service.engine.script = SAID.encode()
-    with listening(app) as url:
-        yield url
 
 
 @pytest.fixture
-def api(url: str) -> Iterator[Anthropic]:
-    with Anthropic(base_url=url, api_key="none", max_retries=0) as client:
-        yield client
+def api(anthropic: Anthropic) -> Anthropic:
+    return anthropic
 
 
 def test_a_whole_answer(api: Anthropic) -> None:
@@ -119,11 +114,4 @@ def test_a_full_server_is_asked_again_after_the_time_it_says(url: str, service: 
 def test_closing_a_stream_aborts_it(api: Anthropic, service: ScriptedService) -> None:
     service.engine.step_s = 0.01
     stream = api.messages.create(model=MODEL, max_tokens=400, messages=HI, stream=True, extra_body={"ignore_eos": True})
-    next(iter(stream))
-    assert service.engine.running
-    stream.close()
-    for _ in range(200):
-        if not service.engine.running:
-            break
-        threading.Event().wait(0.02)
-    assert len(service.engine.aborted) == 1
+    assert_closing_aborts(stream, service)

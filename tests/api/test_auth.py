@@ -17,7 +17,7 @@ from cluster.api.http.middleware import SCOPES
 from cluster.api.http.routes import make_app
 from cluster.api.page import HERE
 from cluster.observability.logs import TextLines
-from tests.api.scripted import MODEL, Client, ScriptedService
+from tests.api.scripted import MODEL, Client, ScriptedService, http_scope
 
 ANN, BOB, ROOT = "sk-aerie-key-of-ann", "sk-aerie-key-of-bob", "sk-aerie-key-of-root"
 KEYS = ApiKeys(None, [ApiKey("ann", "use", digest_of(ANN.encode())), ApiKey("bob", "use", digest_of(BOB.encode())),
@@ -84,9 +84,8 @@ def spellings(path: str) -> Iterator[str]:
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD", "TRACE", "get", "HEALTH")
 
 
-async def asked(app: FastAPI, method: str, target: str, headers: Headers) -> tuple[int, bytes, Any]:
-    """Status, body and headers of an answer, from an app that is called as uvicorn calls it."""
-    path, _, query = target.partition("?")
+async def asked(app: FastAPI, method: str, target: str, headers: Headers, **more: Any) -> tuple[int, bytes, Any]:
+    """Status, body and headers of an answer, from an app that is called as uvicorn calls it; `more` of its scope."""
     sent: list[Any] = []
     messages = [{"type": "http.request", "body": b"{}", "more_body": False}]
 
@@ -98,13 +97,7 @@ async def asked(app: FastAPI, method: str, target: str, headers: Headers) -> tup
     async def send(message: Any) -> None:
         sent.append(message)
 
-    scope = {
-        "type": "http", "method": method, "path": unquote(path), "raw_path": path.encode(), "root_path": "",
-        "query_string": query.encode(), "headers": [(b"content-type", b"application/json"), *headers],
-        "http_version": "1.1", "scheme": "http", "server": ("test", 80), "client": ("test", 1),
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-    }  # fmt: skip
-    await app(scope, receive, send)  # type: ignore[arg-type]
+    await app(http_scope(target, method, headers, **more), receive, send)  # type: ignore[arg-type]
     whole = b"".join(message.get("body", b"") for message in sent[1:])
     return sent[0]["status"], whole, {name.decode(): value.decode() for name, value in sent[0]["headers"]}
 
@@ -124,6 +117,14 @@ def paths(app: FastAPI, *more: str) -> list[str]:
     return sorted(found)
 
 
+def calls_to(paths: list[str], whole: bool) -> Iterator[tuple[str, str]]:
+    """Methods and targets: each path in every spelling, with all methods if `whole`, else with GET and another one."""
+    for i, path in enumerate(paths):
+        for j, target in enumerate(spellings(path)):
+            for method in METHODS if whole else ("GET", METHODS[1 + (i + j) % (len(METHODS) - 1)]):
+                yield method, target
+
+
 def test_every_route_has_a_scope_and_every_scope_a_route(guarded: FastAPI) -> None:
     assert {route.path for route in guarded.routes if isinstance(route, Route)} == {*SCOPES}
     assert {path for path, scope in SCOPES.items() if scope == "admin"} == ADMINS
@@ -141,23 +142,21 @@ def test_a_stranger_sees_health_and_the_door_and_nothing_else(
 
     async def scene() -> None:
         seen = set()
-        for path in paths(guarded, "/docs", "/-/routes"):
-            for target in spellings(path):
-                for method in METHODS:
-                    status, body, headers = await asked(guarded, method, target, STRANGERS[stranger])
-                    seen.add(status)
-                    if is_among(HEALTH, method, target):
-                        assert status == 200 and body == b"", (method, target)
-                        continue
-                    if is_among(SHELL, method, target):
-                        name = unquote(target.partition("?")[0]).rpartition("/")[2] or "index.html"
-                        assert status == 200 and body in (b"", (HERE / name).read_bytes()), (method, target)
-                        continue
-                    assert status == 401, (method, target, body)
-                    error = json.loads(body)["error"]
-                    assert error.get("code") == "invalid_api_key" or error["type"] == "authentication_error"
-                    assert headers["www-authenticate"] == "Bearer"
-                    assert "sk-aerie" not in body.decode()
+        for method, target in calls_to(paths(guarded, "/docs", "/-/routes"), stranger == "none"):
+            status, body, headers = await asked(guarded, method, target, STRANGERS[stranger])
+            seen.add(status)
+            if is_among(HEALTH, method, target):
+                assert status == 200 and body == b"", (method, target)
+                continue
+            if is_among(SHELL, method, target):
+                name = unquote(target.partition("?")[0]).rpartition("/")[2] or "index.html"
+                assert status == 200 and body in (b"", (HERE / name).read_bytes()), (method, target)
+                continue
+            assert status == 401, (method, target, body)
+            error = json.loads(body)["error"]
+            assert error.get("code") == "invalid_api_key" or error["type"] == "authentication_error"
+            assert headers["www-authenticate"] == "Bearer"
+            assert "sk-aerie" not in body.decode()
         assert seen == {200, 401}
 
     asyncio.run(scene())
@@ -170,19 +169,17 @@ def test_a_key_gets_what_its_scope_allows_as_if_there_were_no_keys(guarded: Fast
 
     async def scene() -> None:
         seen = set()
-        for path in paths(guarded):
-            for target in spellings(path):
-                for method in METHODS:
-                    status, body, _ = await asked(guarded, method, target, headers)
-                    seen.add(status)
-                    if not admin and unquote(target.partition("?")[0]) in ADMINS:
-                        assert status == 403, (method, target)
-                        assert json.loads(body)["error"]["code"] == "insufficient_permissions"
-                        continue
-                    open_status, open_body, _ = await asked(app, method, target, [])
-                    assert status == open_status, (method, target)
-                    if open_status >= 400:
-                        assert body == open_body
+        for method, target in calls_to(paths(guarded), friend in ("use", "admin")):
+            status, body, _ = await asked(guarded, method, target, headers)
+            seen.add(status)
+            if not admin and unquote(target.partition("?")[0]) in ADMINS:
+                assert status == 403, (method, target)
+                assert json.loads(body)["error"]["code"] == "insufficient_permissions"
+                continue
+            open_status, open_body, _ = await asked(app, method, target, [])
+            assert status == open_status, (method, target)
+            if open_status >= 400:
+                assert body == open_body
         assert {200, 400, 404, 405} <= seen and (403 in seen) != admin
 
     asyncio.run(scene())
@@ -214,25 +211,9 @@ def test_websockets_are_closed_before_they_open(guarded: FastAPI) -> None:
 def test_a_route_behind_a_prefix_keeps_its_scope(guarded: FastAPI) -> None:
     """With `route_prefix: /two` Serve passes on the whole path, and the prefix as root_path."""
 
-    async def through(path: str, token: str) -> int:
-        status = 0
-
-        async def receive() -> Any:
-            return {"type": "http.request", "body": b"", "more_body": False}
-
-        async def send(message: Any) -> None:
-            nonlocal status
-            status = message.get("status", status)
-
-        scope = {
-            "type": "http", "method": "GET", "path": path, "raw_path": path.encode(), "root_path": "/two",
-            "query_string": b"", "headers": bearer(token), "http_version": "1.1", "scheme": "http",
-        }  # fmt: skip
-        await guarded(scope, receive, send)  # type: ignore[arg-type]
-        return status
-
     async def scene() -> list[int]:
-        return [await through(f"/two/{path}", token) for path in ("health", "server_info") for token in ("", ANN, ROOT)]
+        asks = [(f"/two/{path}", bearer(token)) for path in ("health", "server_info") for token in ("", ANN, ROOT)]
+        return [(await asked(guarded, "GET", path, headers, root_path="/two"))[0] for path, headers in asks]
 
     assert asyncio.run(scene()) == [200, 200, 200, 401, 403, 200]
 

@@ -1,7 +1,6 @@
 """Calls of tools and thoughts through both APIs and their official clients: whole, streamed, and passed back."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from openai import OpenAI
 
 from cluster.api.core.fields import WARNING_HEADER
 from cluster.api.http.routes import make_app
-from tests.api.listening import listening
 from tests.api.scripted import MODEL, Client, ScriptedService, save_tokenizer
 from tests.api.test_other_apis import named, said
 
@@ -47,24 +45,6 @@ def service(folder: Path) -> ScriptedService:
     made = ScriptedService(folder)
     made.engine.script = SAID.encode()
     return made
-
-
-@pytest.fixture
-def url(service: ScriptedService) -> Iterator[str]:
-    with listening(make_app(service)) as url:
-        yield url
-
-
-@pytest.fixture
-def openai(url: str) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture
-def anthropic(url: str) -> Iterator[Anthropic]:
-    with Anthropic(base_url=url, api_key="none", max_retries=0) as client:
-        yield client
 
 
 def prompt_of(service: ScriptedService) -> str:

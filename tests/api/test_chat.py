@@ -5,18 +5,15 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-from fastapi import FastAPI
 
 from cluster.bench.server import ServerProcess
 from cluster.cli import main
 from tests.actors.conftest import CHECKOUT
 from tests.api.apps import eventually
-from tests.api.listening import listening
 from tests.api.pty_command import CTRL_C, CTRL_D, PtyCommand
 from tests.api.scripted import MODEL, Client, ScriptedService, save_tokenizer
 from tests.tiny import target_folder
@@ -27,12 +24,6 @@ FEW = ["--max-tokens", "40", "--seed", "7"]
 PROMPT = "\n> "
 RUN = r"\x1b\[3[56]m(.*?)\x1b\[0m"
 SUMMARY = r"\n\x1b\[2m\[(\d+) tokens, accept length ([\d.]+), ([\d.]+) tokens/s, finished by (\w+)\]\x1b\[0m"
-
-
-@pytest.fixture
-def url(app: FastAPI) -> Iterator[str]:
-    with listening(app) as address:
-        yield address
 
 
 def generated(prompt: str, capsys: pytest.CaptureFixture[str]) -> dict[str, object]:

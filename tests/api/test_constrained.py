@@ -2,15 +2,14 @@
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from cluster.api.http.routes import make_app
 from tests.api.scripted import Client, events
-from tests.api.test_engine import VOCAB, EngineService
-from tests.tiny import draft_folder, target_folder
+from tests.api.test_engine import EngineService
+from tests.api.test_engine import services as services
 
 PERSON = {
     "type": "object",
@@ -26,25 +25,6 @@ ASKED: dict[str, tuple[dict[str, Any], str]] = {
     "choice": ({"structured_outputs": {"choice": ["yes", "no", "perhaps"]}}, "yes|no|perhaps"),
     "ebnf": ({"ebnf": 'root ::= "<" [a-z]+ ">"', "max_tokens": 200}, "<[a-z]+>"),
 }
-
-SAMPLINGS = ({"temperature": 0}, {"seed": 5}, {"seed": 6, "top_p": 0.9, "repetition_penalty": 1.2})
-
-
-@pytest.fixture(scope="module")
-def services(tokenizer_folder: Any) -> Iterator[tuple[EngineService, EngineService]]:
-    target = target_folder(vocab_size=VOCAB, max_position=1024)
-    tree = {
-        "speculative_algorithm": "EAGLE3",
-        "speculative_draft_model_path": draft_folder(target),
-        "speculative_num_steps": 3,
-        "speculative_eagle_topk": 4,
-        "speculative_num_draft_tokens": 12,
-    }
-    made = (EngineService(str(tokenizer_folder), **tree), EngineService(str(tokenizer_folder)))
-    yield made
-    for service in made:
-        service.grammars.close()
-        assert service.engine.loop.stop()
 
 
 @pytest.mark.parametrize("name", ASKED)

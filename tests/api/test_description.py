@@ -4,7 +4,6 @@ import json
 from typing import Any
 
 import jsonschema
-import pytest
 
 from cluster.api.core.limits import RequestLimits
 from cluster.api.core.wire import MAX_KEYS
@@ -55,12 +54,6 @@ BEYOND_A_SCHEMA = {
     "best_of in a stream",
     "template arguments that break it",
 }
-
-
-@pytest.fixture
-def document(client: Client) -> dict[str, Any]:
-    found: dict[str, Any] = client.get("/openapi.json").json()
-    return found
 
 
 def references(node: Any) -> set[str]:

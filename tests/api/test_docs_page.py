@@ -4,8 +4,6 @@ import re
 from html.parser import HTMLParser
 from typing import Any
 
-import pytest
-
 from cluster.api.core.conversation import ChatRequest
 from cluster.api.core.generation import CompletionRequest
 from cluster.api.http.openapi import page_of
@@ -36,12 +34,6 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.text += data
-
-
-@pytest.fixture
-def document(client: Client) -> dict[str, Any]:
-    found: dict[str, Any] = client.get("/openapi.json").json()
-    return found
 
 
 def test_it_names_every_route_and_every_field(client: Client, document: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -98,21 +99,25 @@ class EngineService:
         return b""
 
 
-@pytest.fixture(scope="module")
-def services(tokenizer_folder: Any) -> Iterator[tuple[EngineService, EngineService]]:
-    """The same target with a tree and without."""
-    target = target_folder(vocab_size=VOCAB, max_position=1024)
-    tree = {
-        "speculative_algorithm": "EAGLE3",
-        "speculative_draft_model_path": draft_folder(target),
-        "speculative_num_steps": 3,
-        "speculative_eagle_topk": 4,
-        "speculative_num_draft_tokens": 12,
-    }
-    made = (EngineService(str(tokenizer_folder), **tree), EngineService(str(tokenizer_folder)))
-    yield made
-    for service in made:
+TREE = {"speculative_num_steps": 3, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 12}
+
+
+@contextmanager
+def stopped(*services: EngineService) -> Iterator[tuple[EngineService, ...]]:
+    """The services, stopped at the end."""
+    yield services
+    for service in services:
+        service.grammars.close()
         assert service.engine.loop.stop()
+
+
+@pytest.fixture(scope="module")
+def services(tokenizer_folder: Any) -> Iterator[tuple[EngineService, ...]]:
+    """The same target with a tree and without."""
+    draft = draft_folder(target_folder(vocab_size=VOCAB, max_position=1024))
+    tree = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": draft, **TREE}
+    with stopped(EngineService(str(tokenizer_folder), **tree), EngineService(str(tokenizer_folder))) as made:
+        yield made
 
 
 @pytest.mark.parametrize(
@@ -205,7 +210,17 @@ def test_no_key_can_tell_what_another_key_has_sent(services: tuple[EngineService
 
 
 def test_visitors_that_leave_free_every_page(services: tuple[EngineService, EngineService]) -> None:
+    """By every API."""
     service = services[0]
+    talk = {"prompt": None, "ignore_eos": True}
+
+    def asked(at: int) -> tuple[str, dict[str, Any]]:
+        hello = [{"role": "user", "content": f"visitor {at % 7}"}]
+        return (
+            ("/v1/completions", {"prompt": f"visitor {at % 7}", **MANY}),
+            ("/v1/responses", {**talk, "input": hello, "max_output_tokens": 48}),
+            ("/v1/messages", {**talk, "messages": hello, "max_tokens": 48}),
+        )[at // 2 % 3]
 
     def idle() -> bool:
         status = service.engine.loop.heartbeat().status
@@ -215,7 +230,8 @@ def test_visitors_that_leave_free_every_page(services: tuple[EngineService, Engi
         app = make_app(service)
         visitors = []
         for at in range(60):
-            visitors.append(Visitor(app, {"prompt": f"visitor {at % 7}", "stream": at % 3 > 0, **MANY}))
+            path, body = asked(at)
+            visitors.append(Visitor(app, {**body, "stream": at % 4 > 0}, path))
             asyncio.get_running_loop().call_later(0.009 * (at * 37 % 101), visitors[-1].left.set)
         await asyncio.wait_for(asyncio.gather(*(visitor.call for visitor in visitors)), 60)
         await until(idle)

@@ -1,7 +1,5 @@
-"""One conversation and seed over a real engine: the text is the same by every API, streamed or whole; leaving frees."""
+"""One conversation and seed over a real engine: the text is the same by every API, streamed or whole."""
 
-import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,10 +7,9 @@ import pytest
 from cluster.api.http.routes import make_app
 from tests.api.bad_items import MESSAGES, RESPONSES
 from tests.api.scripted import MODEL, Client
-from tests.api.test_engine import VOCAB, EngineService
+from tests.api.test_engine import EngineService
+from tests.api.test_engine import services as services
 from tests.api.test_other_apis import named, said
-from tests.api.test_streams import Visitor, until
-from tests.tiny import draft_folder, target_folder
 
 TALK = [("user", "once"), ("assistant", "upon"), ("user", "a time 😀")]
 LENGTH = 48
@@ -20,19 +17,8 @@ SAMPLINGS = ({"temperature": 0}, {"seed": 3}, {"seed": 4, "top_p": 0.9, "top_k":
 
 
 @pytest.fixture(scope="module")
-def service(tokenizer_folder: Any) -> Iterator[EngineService]:
-    target = target_folder(vocab_size=VOCAB, max_position=1024)
-    made = EngineService(
-        str(tokenizer_folder),
-        speculative_algorithm="EAGLE3",
-        speculative_draft_model_path=draft_folder(target),
-        speculative_num_steps=3,
-        speculative_eagle_topk=4,
-        speculative_num_draft_tokens=12,
-    )
-    yield made
-    made.grammars.close()
-    assert made.engine.loop.stop()
+def service(services: tuple[EngineService, ...]) -> EngineService:
+    return services[0]
 
 
 def bodies(system: str, **fields: Any) -> dict[str, dict[str, Any]]:
@@ -63,25 +49,6 @@ def test_every_api_says_the_same(service: EngineService, sampling: dict[str, Any
             assert whole["status"] == ("incomplete" if cut else "completed")
         else:
             assert whole["stop_reason"] == ("max_tokens" if cut else "end_turn")
-
-
-def test_visitors_that_leave_free_every_page(service: EngineService) -> None:
-    def idle() -> bool:
-        status = service.engine.loop.heartbeat().status
-        return status.running == 0 and status.waiting == 0 and status.pages_used == 0
-
-    async def scene() -> None:
-        app = make_app(service)
-        visitors = []
-        for at in range(24):
-            path, body = [*bodies(f"visitor {at % 5}", ignore_eos=True, prompt=None).items()][at % 2]
-            visitors.append(Visitor(app, {**body, "stream": at % 3 > 0}, path))
-            asyncio.get_running_loop().call_later(0.009 * (at * 37 % 41), visitors[-1].left.set)
-        await asyncio.wait_for(asyncio.gather(*(visitor.call for visitor in visitors)), 60)
-        await until(idle)
-
-    asyncio.run(scene())
-    service.check_pages()
 
 
 def test_a_form_holds_by_every_api(service: EngineService) -> None:

@@ -1,17 +1,14 @@
 """The client of record against a real server: what it parses, what it raises."""
 
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import openai
 import pytest
-from fastapi import FastAPI
 from openai import OpenAI
 from pydantic import BaseModel
 
 from cluster.api.core.tokenizer import ChatTokenizer
-from tests.api.listening import listening
+from tests.api.listening import assert_closing_aborts
 from tests.api.scripted import EOS, MODEL, ScriptedService, save_tokenizer
 
 SAID = "once upon a time 😀 there was an aerie"
@@ -19,10 +16,9 @@ HI = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture
-def api(app: FastAPI, service: ScriptedService) -> Iterator[OpenAI]:
+def api(openai: OpenAI, service: ScriptedService) -> OpenAI:
     service.engine.script = SAID.encode()
-    with listening(app) as url, OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        yield client
+    return openai
 
 
 def test_models(api: OpenAI) -> None:
@@ -159,14 +155,7 @@ def test_closing_a_stream_aborts_it(api: OpenAI, service: ScriptedService) -> No
     stream = api.completions.create(
         model=MODEL, prompt="x", stream=True, max_tokens=400, extra_body={"ignore_eos": True}
     )
-    next(iter(stream))
-    assert service.engine.running
-    stream.close()
-    for _ in range(200):
-        if not service.engine.running:
-            break
-        threading.Event().wait(0.02)
-    assert len(service.engine.aborted) == 1
+    assert_closing_aborts(stream, service)
 
 
 def test_responses(api: OpenAI) -> None:

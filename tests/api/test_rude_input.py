@@ -20,7 +20,7 @@ from cluster.api.core.wire import MAX_CONTAINERS, MAX_KEYS
 from cluster.api.http import calls
 from cluster.api.http.routes import make_app
 from cluster.api.openai.responses import request as response_request
-from tests.api.scripted import MODEL, Client, ScriptedService
+from tests.api.scripted import MODEL, Client, ScriptedService, http_scope
 
 COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -273,28 +273,14 @@ class Drip:
         return {"type": "http.request", "body": b" ", "more_body": True}
 
 
-def send(app: FastAPI, drip: Any, path: str = COMPLETE, **headers: str) -> tuple[int, dict[str, str], Any]:
+def send(app: FastAPI, drip: Any, path: str = COMPLETE) -> tuple[int, dict[str, str], Any]:
     """The answer to a POST whose body `drip` gives."""
     sent: list[dict[str, Any]] = []
 
     async def note(message: Any) -> None:
         sent.append(message)
 
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": b"",
-        "root_path": "",
-        "headers": [(b"content-type", b"application/json"), *((k.encode(), v.encode()) for k, v in headers.items())],
-        "server": ("test", 80),
-        "client": ("test", 1),
-    }
-    asyncio.run(app(scope, drip.receive, note))
+    asyncio.run(app(http_scope(path), drip.receive, note))
     head = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
     body = b"".join(message.get("body", b"") for message in sent[1:])
     return sent[0]["status"], head, json.loads(body or b"null")

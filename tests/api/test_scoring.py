@@ -17,6 +17,7 @@ from cluster.api.http.routes import make_app
 from tests.api.scripted import IM_START, MODEL, VOCAB, Client, events
 from tests.api.test_engine import EngineService
 from tests.api.test_engine import services as services
+from tests.pairwise import covering
 from tests.parity.test_transformers import oracle
 from tests.tiny import target_folder
 
@@ -100,9 +101,10 @@ def test_a_harness_scores_continuations(services: Services, max_tokens: int, end
                 assert likeliest == (tokens is continuations[2])
 
 
-@pytest.mark.parametrize("prompt", [["one", "naïve 日"], [[104, 0xE2, 0x82]]])
-@pytest.mark.parametrize("fields", [{"logprobs": 2}, {}, {"logprobs": 0, "n": 2}])
-@pytest.mark.parametrize("max_tokens", [0, 8])
+@pytest.mark.parametrize(
+    ("prompt", "fields", "max_tokens"),
+    covering([[["one", "naïve 日"], [[104, 0xE2, 0x82]]], [{"logprobs": 2}, {}, {"logprobs": 0, "n": 2}], [0, 8]]),
+)
 def test_a_streamed_echo_is_the_whole_one(
     services: Services, prompt: list[Any], fields: dict[str, Any], max_tokens: int
 ) -> None:

@@ -9,7 +9,7 @@ from fastapi import FastAPI
 
 from cluster.actors.messages import Unavailable
 from cluster.request import SequenceOutput
-from tests.api.scripted import MODEL, Client, ScriptedService
+from tests.api.scripted import MODEL, Client, ScriptedService, http_scope
 
 MANY = {"max_tokens": 400, "ignore_eos": True}
 
@@ -26,11 +26,21 @@ def test_a_full_queue_is_a_503_at_once(client: Client, service: ScriptedService,
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_the_engine_refuses_is_a_400(client: Client, service: ScriptedService, stream: bool) -> None:
-    service.engine.refusal = "the prompt needs 900 slots, the pool has 800"
-    response = client.complete(stream=stream)
+@pytest.mark.parametrize(
+    ("refusal", "param"),
+    [
+        ("the prompt needs 900 slots, the pool has 800", None),
+        ("routed_dp_rank: must lie in [0, 1], got 9", "routed_dp_rank"),
+    ],
+)
+def test_what_the_engine_refuses_is_a_400(
+    client: Client, service: ScriptedService, refusal: str, param: str | None, stream: bool
+) -> None:
+    service.engine.refusal = refusal
+    response = client.complete(routed_dp_rank=9, stream=stream)
     assert response.status_code == 400
-    assert response.json()["error"]["message"] == service.engine.refusal
+    error = response.json()["error"]
+    assert (error["param"], error["message"]) == (param, refusal)
 
 
 LOST = SequenceOutput("r", (), finish_reason="abort", error="/secret/path.py: rank 1 died")
@@ -100,21 +110,7 @@ class Visitor:
         self.stuck = False
         self._body = json.dumps({"model": MODEL, "prompt": "hello", **body}).encode()
         self._asked = False
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": path,
-            "raw_path": path.encode(),
-            "query_string": b"",
-            "headers": [(b"content-type", b"application/json")],
-            "http_version": "1.1",
-            "scheme": "http",
-            "server": ("test", 80),
-            "client": ("test", 1),
-            "root_path": "",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-        }
-        self.call = asyncio.create_task(app(scope, self._receive, self._send))
+        self.call = asyncio.create_task(app(http_scope(path), self._receive, self._send))
 
     async def _receive(self) -> dict[str, Any]:
         if not self._asked:
@@ -135,37 +131,23 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0.002)
 
 
-@pytest.mark.parametrize("when", ["before the first token", "in mid stream", "while a send is stuck"])
+@pytest.mark.parametrize(
+    "when", ["before the first token", "in mid stream", "while a send is stuck", "without a stream"]
+)
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_client_that_leaves_a_stream_frees_its_slots(
-    app: FastAPI, service: ScriptedService, when: str, n: int
-) -> None:
+def test_a_client_that_leaves_frees_its_slots(app: FastAPI, service: ScriptedService, when: str, n: int) -> None:
     async def scene() -> None:
         service.engine.step_s = 30.0 if when == "before the first token" else 0.002
-        visitor = Visitor(app, {"stream": True, "n": n, **MANY})
+        visitor = Visitor(app, {"stream": when != "without a stream", "n": n, **MANY})
         visitor.stuck = when == "while a send is stuck"
         await until(lambda: len(service.engine.running) == n)
-        if when != "before the first token":
+        if when in ("in mid stream", "while a send is stuck"):
             await until(lambda: len(visitor.sent) > (0 if visitor.stuck else 3))
         assert len(service.engine.running) == n
         visitor.left.set()
         await asyncio.wait_for(visitor.call, 20)
         assert not service.engine.running
         assert len(service.engine.aborted) == n
-
-    asyncio.run(scene())
-    assert service.outcomes() == {"abort": float(n)}
-
-
-@pytest.mark.parametrize("n", [1, 3])
-def test_a_client_that_leaves_without_a_stream_is_noticed_too(app: FastAPI, service: ScriptedService, n: int) -> None:
-    async def scene() -> None:
-        service.engine.step_s = 0.002
-        visitor = Visitor(app, {"n": n, **MANY})
-        await until(lambda: len(service.engine.running) == n)
-        visitor.left.set()
-        await asyncio.wait_for(visitor.call, 20)
-        assert not service.engine.running
 
     asyncio.run(scene())
     assert service.outcomes() == {"abort": float(n)}

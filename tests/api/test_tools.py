@@ -14,7 +14,7 @@ from cluster.api.core.tokenizer import ChatTokenizer
 from cluster.api.http.routes import make_app
 from cluster.chat.formats.choose import FORMATS, named
 from tests.api.scripted import MODEL, Client, events, save_tokenizer
-from tests.api.test_engine import EngineService
+from tests.api.test_engine import TREE, EngineService, stopped
 from tests.tiny import draft_folder, target_folder
 
 SCHEMA: dict[str, Any] = {
@@ -41,7 +41,6 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 GREEDY = {"temperature": 0, "repetition_penalty": 1.3}  # without it the random target writes spaces for ever
-TREE = {"speculative_num_steps": 3, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 12}
 CHAIN = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
 
 
@@ -54,11 +53,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def services(folder: Path) -> Iterator[list[EngineService]]:
     target = target_folder(vocab_size=VOCAB, max_position=1024)
     draft = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": draft_folder(target)}
-    made = [EngineService(str(folder), VOCAB, **settings) for settings in ({**draft, **TREE}, {**draft, **CHAIN}, {})]
-    yield made
-    for service in made:
-        service.grammars.close()
-        assert service.engine.loop.stop()
+    settings = ({**draft, **TREE}, {**draft, **CHAIN}, {})
+    with stopped(*(EngineService(str(folder), VOCAB, **each) for each in settings)) as made:
+        yield list(made)
 
 
 def clients(services: list[EngineService], folder: Path, parser: str) -> list[Client]:
@@ -232,10 +229,8 @@ def test_a_format_of_the_answer_beside_tools(services: list[EngineService], fold
 @pytest.fixture(scope="module")
 def demo() -> Iterator[EngineService]:
     draft = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(DEMO / "draft"), **TREE}
-    service = EngineService(str(DEMO / "target"), model_path=str(DEMO / "target"), **draft)
-    yield service
-    service.grammars.close()
-    assert service.engine.loop.stop()
+    with stopped(EngineService(str(DEMO / "target"), model_path=str(DEMO / "target"), **draft)) as (service,):
+        yield service
 
 
 def test_the_demo_pair_calls_where_it_must(demo: EngineService) -> None:

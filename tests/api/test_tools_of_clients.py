@@ -2,7 +2,6 @@
 
 import json
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -12,11 +11,10 @@ from openai import OpenAI
 from openai.types.responses.tool_param import ToolParam
 
 from cluster.api.core.fields import WARNING_HEADER
-from cluster.api.http.routes import make_app
 from cluster.api.openai.responses.request import ResponseRequest
-from tests.api.listening import listening
-from tests.api.scripted import MODEL, Client, ScriptedService, save_tokenizer
-from tests.api.test_calls_and_thoughts import TEMPLATE, prompt_of
+from tests.api.scripted import MODEL, Client, ScriptedService
+from tests.api.test_calls_and_thoughts import folder as folder
+from tests.api.test_calls_and_thoughts import prompt_of
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 PATCH = '*** Begin "Patch"\n+é\n'
@@ -36,31 +34,12 @@ CALLS = (
 SAID = "".join(f"<tool_call>{json.dumps({'name': name, 'arguments': given})}</tool_call>" for name, given in CALLS)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tokenizer(tmp_path_factory.mktemp("tools"), TEMPLATE)
-
-
 @pytest.fixture
 def service(folder: Path) -> ScriptedService:
     made = ScriptedService(folder)
     made.model = replace(made.model, context_length=4096)
     made.engine.script = SAID.encode()
     return made
-
-
-@pytest.fixture
-def client(service: ScriptedService) -> Client:
-    return Client(make_app(service))
-
-
-@pytest.fixture
-def openai(service: ScriptedService) -> Iterator[OpenAI]:
-    with (
-        listening(make_app(service)) as url,
-        OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
-    ):
-        yield client
 
 
 def test_a_response_calls_each_kind_of_tool_by_its_own_item(openai: OpenAI, service: ScriptedService) -> None:

@@ -72,19 +72,12 @@ def served(engine: Engine, stream: Stream, turns: int = 2) -> int:
     return engine._p.lockstep.programs.launched_anew
 
 
-def check(patch: pytest.MonkeyPatch, of: EngineConfig, turns: int = 2) -> Engine:
+def check(patch: pytest.MonkeyPatch, of: EngineConfig) -> Engine:
     engine, stream = serve(patch, of)
     repeated = DEVICE.repeated
-    assert not served(engine, stream, turns)
+    assert not served(engine, stream)
     assert DEVICE.repeated == repeated, "what decodes was captured before the first request, and only that"
     return engine
-
-
-@pytest.mark.slow
-def test_graphs_give_the_tokens_of_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = check(monkeypatch, config("chain", "grouped", num_steps=1), turns=1)
-    programs = engine._p.lockstep.programs.captured
-    assert {key.turn for key in programs} == {0, 1} and all(program.ahead.calls for program in programs.values())
 
 
 ALL = [(shape, family) for shape in SHAPES for family in FAMILIES]
@@ -94,7 +87,8 @@ ALL = [(shape, family) for shape in SHAPES for family in FAMILIES]
 @pytest.mark.parametrize(("shape", "family"), ALL)
 def test_all_families_by_both_shapes(monkeypatch: pytest.MonkeyPatch, shape: str, family: str) -> None:
     """Sliding windows and sinks among them."""
-    check(monkeypatch, config(shape, family))
+    programs = check(monkeypatch, config(shape, family))._p.lockstep.programs.captured
+    assert {key.turn for key in programs} == {0, 1} and all(program.ahead.calls for program in programs.values())
 
 
 @pytest.mark.slow

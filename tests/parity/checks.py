@@ -9,7 +9,7 @@ import pytest
 from cluster.engine import Engine, StepResult, build_engine
 from cluster.request import Request
 from tests.parity.drafts import Texts, correct
-from tests.parity.harness import SAMPLING, VOCAB, Run, config_of, prompts, request, run, scarce
+from tests.parity.harness import SAMPLING, VOCAB, Run, config_of, prompts, request, run, run_alone, scarce, texts_of
 from tests.parity.reference import draft_reference, target_reference
 from tests.parity.watch import Watch
 from tests.tiny import draft_folder, target_folder
@@ -35,19 +35,12 @@ def requests() -> list[Request]:
 @cache
 def plain() -> Run:
     """Plain decoding without any planted bug."""
-    engine = build_engine(config_of(target_folder(**TARGET_OPTIONS), disable_radix_cache=True))
-    whole = Run()
-    for one in requests():
-        alone = run(engine, [one])
-        whole.tokens |= alone.tokens
-        whole.last |= alone.last
-        whole.outputs |= alone.outputs
-    return whole
+    return run_alone(build_engine(config_of(target_folder(**TARGET_OPTIONS), disable_radix_cache=True)), requests())
 
 
 @cache
 def texts() -> Texts:
-    return {one.request_id: [*one.prompt_token_ids, *plain().tokens[one.request_id]] for one in requests()}
+    return texts_of(requests(), plain())
 
 
 def short() -> list[Request]:
@@ -61,7 +54,7 @@ def short() -> list[Request]:
 def short_alone() -> dict[str, tuple[list[int], str | None, str | int | None]]:
     """What each of them gives alone, without any planted bug."""
     engine = build_engine(config_of(target_folder(**TARGET_OPTIONS), disable_radix_cache=True))
-    return {one.request_id: run(engine, [one]).ended[one.request_id] for one in short()}
+    return run_alone(engine, short()).ended
 
 
 def engine_of(

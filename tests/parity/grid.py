@@ -1,9 +1,9 @@
-"""The product grid of law 1, and a covering part of it: every value and every pair of values."""
+"""The grid of law 1, of which coverings run: of every two axes all pairs of values, or of every three all triples."""
 
 from dataclasses import asdict, dataclass
-from itertools import combinations, product
-from random import Random
+from functools import cache
 
+from tests.pairwise import covering
 from tests.parity.harness import Run, config_of, grid_requests, plain_run, run, scarce, speculative, tiny_pair, truth
 
 AXES: dict[str, tuple[object, ...]] = {
@@ -14,8 +14,6 @@ AXES: dict[str, tuple[object, ...]] = {
     "chunk": (7, 64, -1),
     "num_aux": (1, 3, 5),
     "sampling": ("greedy", "0.8", "filtered"),
-}
-EXTRAS: dict[str, tuple[object, ...]] = {
     "draft": ("model", "corrected", "oracle"),
     "memory": ("ample", "scarce", "cached", "no radix"),
     "kept": ("auto", "fp8_e4m3"),
@@ -53,36 +51,10 @@ class Checked:
     accept_lens: set[int]
 
 
-def full_product() -> list[Case]:
-    """All 3888 configurations; the extras take turns."""
-    turns = Random(3)
-    return [
-        Case(*values, *(turns.choice(options) for options in EXTRAS.values()))  # type: ignore[arg-type]
-        for values in product(*AXES.values())
-    ]
-
-
-def covering(seed: int) -> list[Case]:
-    """A deterministic greedy choice of cases in which every pair of values of every two axes (extras too) occurs."""
-    axes = list((AXES | EXTRAS).values())
-    random = Random(seed)
-    open_pairs = {(i, a, j, b) for i, j in combinations(range(len(axes)), 2) for a, b in product(axes[i], axes[j])}
-
-    def gain(row: tuple[object, ...]) -> int:
-        return sum((i, row[i], j, row[j]) in open_pairs for i, j in combinations(range(len(row)), 2))
-
-    cases = []
-    while open_pairs:
-        i, a, j, b = min(open_pairs, key=str)
-        rows = []
-        for _ in range(40):
-            row = [random.choice(options) for options in axes]
-            row[i], row[j] = a, b
-            rows.append(tuple(row))
-        best = max(rows, key=gain)
-        open_pairs -= {(i, best[i], j, best[j]) for i, j in combinations(range(len(best)), 2)}
-        cases.append(Case(*best))  # type: ignore[arg-type]
-    return cases
+@cache
+def cases(strength: int) -> list[Case]:
+    """The cases in which all combinations of values of any `strength` axes occur."""
+    return [Case(*row) for row in covering(list(AXES.values()), strength)]
 
 
 def check(case: Case) -> Checked:

@@ -140,6 +140,22 @@ def run(
     return result
 
 
+def run_alone(engine: Engine, requests: Sequence[Request]) -> Run:
+    """Run the requests one after the other, each alone."""
+    whole = Run()
+    for one in requests:
+        alone = run(engine, [one])
+        whole.tokens |= alone.tokens
+        whole.last |= alone.last
+        whole.outputs |= alone.outputs
+    return whole
+
+
+def texts_of(requests: Sequence[Request], result: Run) -> Texts:
+    """The whole texts of a run, prompts included."""
+    return {one.request_id: [*one.prompt_token_ids, *result.tokens[one.request_id]] for one in requests}
+
+
 def request(name: str, prompt: Sequence[int], params: RequestParams, **changes: object) -> Request:
     """A request of `prompt`; `changes` are sampling parameters."""
     return Request(name, tuple(prompt), replace(params, **changes))  # type: ignore[arg-type]
@@ -169,17 +185,11 @@ def grid_requests(sampling: str, batch: int) -> list[Request]:
 @cache
 def plain_run(sampling: str, kept: str = CACHE) -> Run:
     """Plain decoding of the grid's requests, each alone, without prefix reuse, on a cache `kept` so: the oracle."""
-    engine = build_engine(config_of(tiny_pair()[0], disable_radix_cache=True, kv_cache_dtype=kept))
-    whole = Run()
-    for one in grid_requests(sampling, 8):
-        alone = run(engine, [one])
-        whole.tokens |= alone.tokens
-        whole.last |= alone.last
-    return whole
+    config = config_of(tiny_pair()[0], disable_radix_cache=True, kv_cache_dtype=kept)
+    return run_alone(build_engine(config), grid_requests(sampling, 8))
 
 
 @cache
 def truth(sampling: str, kept: str = CACHE) -> Texts:
     """The grid's whole texts, prompts included."""
-    plain = plain_run(sampling, kept)
-    return {r.request_id: [*r.prompt_token_ids, *plain.tokens[r.request_id]] for r in grid_requests(sampling, 8)}
+    return texts_of(grid_requests(sampling, 8), plain_run(sampling, kept))

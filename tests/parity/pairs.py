@@ -11,8 +11,8 @@ from cluster.engine import build_engine
 from cluster.request import Request
 from tests.families import FAMILIES, LAYERS, VOCAB, made
 from tests.loading import check_draft
-from tests.parity.drafts import Texts, correct
-from tests.parity.harness import SAMPLING, Run, config_of, request, run
+from tests.parity.drafts import correct
+from tests.parity.harness import SAMPLING, Run, config_of, request, run, run_alone, texts_of
 from tests.unit.models.draft_cases import CASES, LISTS
 
 DEEP = 8
@@ -26,7 +26,7 @@ RATE = 0.75
 
 @dataclass(frozen=True)
 class Pair:
-    """A target family and a draft; `turn` picks the family's config, page size and chunks."""
+    """A target family and a draft; `turn` picks the family's config, page size and chunks, and chain or tree."""
 
     family: str
     draft: str
@@ -40,6 +40,10 @@ class Pair:
     def case(self) -> str:
         cases = list(FAMILIES[self.family].cases)
         return cases[self.turn % len(cases) if self.layers == LAYERS else 0]
+
+    @property
+    def shape(self) -> str:
+        return list(SHAPES)[self.turn // 9 % 2]
 
     @property
     def target(self) -> str:
@@ -124,17 +128,7 @@ def requests() -> list[Request]:
 @cache
 def plain(target: str) -> Run:
     """Plain decoding of the requests, each alone and without prefix reuse: the oracle."""
-    engine, whole = build_engine(config_of(target, disable_radix_cache=True)), Run()
-    for one in requests():
-        alone = run(engine, [one])
-        whole.tokens |= alone.tokens
-        whole.last |= alone.last
-    return whole
-
-
-def texts(target: str) -> Texts:
-    """The whole texts, prompts included."""
-    return {one.request_id: [*one.prompt_token_ids, *plain(target).tokens[one.request_id]] for one in requests()}
+    return run_alone(build_engine(config_of(target, disable_radix_cache=True)), requests())
 
 
 def check(pair: Pair, shape: str) -> Tally:
@@ -148,7 +142,7 @@ def check(pair: Pair, shape: str) -> Tally:
     topk, steps = SHAPES[shape]
     config = config_of(target, draft_of(pair.draft), topk, steps, speculative_algorithm=algorithm, **settings)
     engine = build_engine(config)
-    correct(engine, texts(target), RATE)
+    correct(engine, texts_of(requests(), plain(target)), RATE)
     tally = Tally()
     for _ in range(2):
         result = run(engine, requests())

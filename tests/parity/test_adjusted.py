@@ -17,6 +17,7 @@ from transformers.generation.logits_process import (
 from cluster.config import EngineConfig
 from cluster.engine import Engine, StepResult, build_engine
 from cluster.request import LogitAdjustments, Request
+from tests.pairwise import covering
 from tests.parity.drafts import Texts
 from tests.parity.harness import (
     GREEDY,
@@ -27,8 +28,10 @@ from tests.parity.harness import (
     prompts,
     request,
     run,
+    run_alone,
     scarce,
     speculative,
+    texts_of,
     tiny_pair,
 )
 from tests.parity.test_transformers import oracle
@@ -66,17 +69,12 @@ def config(topk: int, num_steps: int, **settings: object) -> EngineConfig:
 
 @cache
 def plain(sampling: str) -> Run:
-    """Each request alone in an engine of its own."""
-    whole = Run()
-    for one in asked(sampling):
-        alone = run(build_engine(config_of(tiny_pair()[0])), [one])
-        whole.tokens |= alone.tokens
-        whole.last |= alone.last
-    return whole
+    """Each request alone, without prefix reuse."""
+    return run_alone(build_engine(config(0, 0, disable_radix_cache=True)), asked(sampling))
 
 
 def truth(sampling: str) -> Texts:
-    return {one.request_id: [*one.prompt_token_ids, *plain(sampling).tokens[one.request_id]] for one in asked(sampling)}
+    return texts_of(asked(sampling), plain(sampling))
 
 
 class Counted(LogitsProcessor):
@@ -125,11 +123,9 @@ def test_plain_decoding_equals_transformers_own_processors(kind: str) -> None:
     assert differ, "the adjustments change nothing here"
 
 
-@pytest.mark.parametrize("kind", ["model", "corrected"])
-@pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize(("topk", "num_steps"), SHAPES)
-def test_every_node_of_a_tree_is_adjusted_for_its_own_path(topk: int, num_steps: int, sampling: str, kind: str) -> None:
-    engine = speculative(config_of(*tiny_pair(), topk, num_steps), kind, truth(sampling))
+@pytest.mark.parametrize(("shape", "sampling", "kind"), covering([SHAPES, list(SAMPLING), ["model", "corrected"]]))
+def test_every_node_of_a_tree_is_adjusted_for_its_own_path(shape: tuple[int, int], sampling: str, kind: str) -> None:
+    engine = speculative(config_of(*tiny_pair(), *shape), kind, truth(sampling))
     result = run(engine, asked(sampling))
     assert result.ended == plain(sampling).ended
     assert result.accept_length > (1.0 if kind == "model" else 1.4)

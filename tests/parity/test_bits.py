@@ -8,11 +8,15 @@ import pytest
 
 from cluster.engine import build_engine
 from cluster.request import Request, RequestParams
+from tests.pairwise import covering
 from tests.parity.harness import config_of, run, tiny_pair
 from tests.unit.kernels.library import c_serves
 
 SAMPLINGS = {"greedy": {}, "0.9": {"temperature": 0.9}, "filtered": {"temperature": 1.0, "top_k": 12, "top_p": 0.9}}
 SHAPES = {"plain, together": 0, "chain": 1, "tree": 3}
+DTYPES = ("float32", "bfloat16")
+CUTS = ((7, "auto"), (512, "auto"), (7, "fp8_e4m3"))
+"""Rows of a chunk, and how the KV cache is kept."""
 
 
 def requests(sampling: str) -> list[Request]:
@@ -52,12 +56,12 @@ def alone(dtype: str, sampling: str, kept: str) -> Said:
     return found
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("chunk", "kept"), [(7, "auto"), (512, "auto"), (7, "fp8_e4m3")])
-def test_bits_are_those_of_plain_decoding(shape: str, sampling: str, dtype: str, chunk: int, kept: str) -> None:
+@pytest.mark.parametrize(
+    ("shape", "sampling", "dtype", "cut"), covering([list(SHAPES), list(SAMPLINGS), DTYPES, CUTS], 3)
+)
+def test_bits_are_those_of_plain_decoding(shape: str, sampling: str, dtype: str, cut: tuple[int, str]) -> None:
     c_serves()
+    chunk, kept = cut
     target, draft = tiny_pair()
     topk = SHAPES[shape]
     settings = {

@@ -14,6 +14,7 @@ from cluster.engine import build_engine
 from cluster.engine.programs import Programs
 from cluster.grammar.asked import GrammarError
 from cluster.request import LogitAdjustments, Request
+from tests.pairwise import covering
 from tests.parity.automata import EOS, Walker, automaton, follows, walked
 from tests.parity.harness import (
     OVERLAP,
@@ -23,13 +24,16 @@ from tests.parity.harness import (
     prompts,
     request,
     run,
+    run_alone,
     scarce,
     speculative,
+    texts_of,
     tiny_pair,
 )
 
 SHAPES = [(1, 3), (1, 5), (3, 3), (4, 5), (8, 3)]
 """The last drafts more nodes, of which it keeps some, than what it keeps and what grammars force take together."""
+METHODS = ("__init__", "accept", "fill", "forced")
 WORDS = ((5,), (7, 3))
 BANS = LogitAdjustments(repetition_penalty=1.3, bias=((4, -100.0), (9, 3.0)), bad_words_token_ids=WORDS, min_tokens=4)
 
@@ -52,13 +56,8 @@ def config(topk: int, num_steps: int, **settings: object) -> EngineConfig:
 
 @cache
 def plain(sampling: str) -> Run:
-    """Each request alone in an engine of its own."""
-    whole = Run()
-    for one in asked(sampling):
-        alone = run(walked(build_engine(config(0, 0))), [one])
-        whole.tokens |= alone.tokens
-        whole.last |= alone.last
-    return whole
+    """Each request alone, without prefix reuse."""
+    return run_alone(walked(build_engine(config(0, 0, disable_radix_cache=True))), asked(sampling))
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)
@@ -74,13 +73,9 @@ def test_every_text_follows_its_grammar(sampling: str) -> None:
     assert {"stop", "length"} == {last.finish_reason for last in plain(sampling).last.values()}
 
 
-@pytest.mark.parametrize("kind", ["model", "corrected"])
-@pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize(("topk", "num_steps"), SHAPES)
-def test_trees_give_what_plain_decoding_gives(topk: int, num_steps: int, sampling: str, kind: str) -> None:
-    said = plain(sampling).tokens
-    truth = {one.request_id: [*one.prompt_token_ids, *said[one.request_id]] for one in asked(sampling)}
-    engine = walked(speculative(config(topk, num_steps), kind, truth))
+@pytest.mark.parametrize(("shape", "sampling", "kind"), covering([SHAPES, list(SAMPLING), ["model", "corrected"]]))
+def test_trees_give_what_plain_decoding_gives(shape: tuple[int, int], sampling: str, kind: str) -> None:
+    engine = walked(speculative(config(*shape), kind, texts_of(asked(sampling), plain(sampling))))
     result = run(engine, asked(sampling))
     assert result.ended == plain(sampling).ended
     assert result.accept_length > 1.3
@@ -95,11 +90,10 @@ def test_captured_steps_call_the_host(topk: int, num_steps: int, sampling: str) 
         replace(one, params=replace(one.params, adjustments=one.params.adjustments and penalties))
         for one in asked(sampling)
     ]
-    alone = {one.request_id: run(walked(build_engine(config(0, 0))), [one]).ended for one in requests}
+    alone = run_alone(walked(build_engine(config(0, 0, disable_radix_cache=True))), requests).ended
     engine = walked(build_engine(config(topk, num_steps, capture="on")))
     for _ in range(2):
-        ended = run(engine, requests).ended
-        assert all(ended[name] == each[name] for name, each in alone.items())
+        assert run(engine, requests).ended == alone
     programs = engine._p.lockstep.programs
     if isinstance(programs, Programs):  # a device that runs late replays nothing
         assert any(SamplingMode.CONSTRAINED in SamplingMode(key.mode) for key in programs.captured), (
@@ -185,11 +179,9 @@ def test_what_is_forced_goes_beyond_what_is_drafted(topk: int, num_steps: int) -
     assert not any(counts["free"].accepted[num_steps + 1 :])
 
 
-@pytest.mark.parametrize("kind", [GrammarError, UnicodeDecodeError])
-@pytest.mark.parametrize("method", ["__init__", "accept", "fill", "forced"])
-@pytest.mark.parametrize(("topk", "num_steps"), [(0, 0), (3, 3)])
+@pytest.mark.parametrize(("topk", "method", "kind"), covering([(0, 3), METHODS, (GrammarError, UnicodeDecodeError)]))
 def test_a_grammar_that_fails_ends_its_own_request(
-    topk: int, num_steps: int, method: str, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+    topk: int, method: str, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After some calls that worked. Those beside it get the tokens that they get without it."""
     calls, true = 0, getattr(Walker, method)
@@ -204,7 +196,7 @@ def test_a_grammar_that_fails_ends_its_own_request(
 
     expected = plain("0.8").ended
     monkeypatch.setattr(Walker, method, failing)
-    result = run(walked(build_engine(config(topk, num_steps))), asked("0.8"))
+    result = run(walked(build_engine(config(topk, topk))), asked("0.8"))
     if topk or method != "forced":
         last = result.last["3"]
         assert (last.finish_reason, last.error_code) == ("error", "nonfinite_logits")

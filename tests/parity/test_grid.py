@@ -1,32 +1,25 @@
-"""Law 1 over the product grid: every speculative configuration gives plain decoding's tokens, to the last one."""
+"""Law 1 over a grid: every speculative configuration gives the tokens of plain decoding, to the last one."""
 
-from itertools import combinations, product
+from dataclasses import astuple
 
 import pytest
 
-from tests.parity.grid import AXES, EXTRAS, Case, check, covering, full_product
+from tests.pairwise import assert_covering
+from tests.parity.grid import AXES, Case, cases, check
 from tests.parity.harness import SAMPLING, grid_requests, plain_run
 
-COVERING = [case for seed in (0, 1, 2) for case in covering(seed)]
-PRODUCT = full_product()
+
+@pytest.mark.parametrize(("strength", "most"), [(2, 30), (3, 120)])
+def test_the_cases_hold_all_combinations(strength: int, most: int) -> None:
+    rows = [astuple(case) for case in cases(strength)]
+    assert_covering(rows, list(AXES.values()), strength)
+    assert len(rows) <= most
 
 
-@pytest.mark.parametrize("part", range(6))
-def test_a_covering_part_of_the_grid_equals_plain_decoding(part: int) -> None:
-    checked = [check(case) for case in COVERING[part::6]]
+@pytest.mark.parametrize("part", range(4))
+def test_every_pair_of_values_gives_plain_decoding(part: int) -> None:
+    checked = [check(case) for case in cases(2)[part::4]]
     assert not [line for one in checked for line in one.mismatches]
-
-
-def test_the_covering_part_holds_every_pair_of_values() -> None:
-    axes = list((AXES | EXTRAS).items())
-    for (a, values), (b, others) in combinations(axes, 2):
-        seen = {(getattr(case, a), getattr(case, b)) for case in COVERING}
-        assert seen == set(product(values, others)), f"{a} and {b}"
-    assert 60 <= len(COVERING) <= 100
-
-
-def test_the_product_is_whole() -> None:
-    assert len({(c.topk, c.num_steps, c.page_size, c.batch, c.chunk, c.num_aux, c.sampling) for c in PRODUCT}) == 3888
 
 
 @pytest.mark.parametrize("page_size", AXES["page_size"])
@@ -39,12 +32,11 @@ def test_scarce_memory_really_retracts(page_size: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("num_steps", AXES["num_steps"])
-@pytest.mark.parametrize("topk", AXES["topk"])
-def test_the_whole_product_equals_plain_decoding(topk: int, num_steps: int) -> None:
-    checked = [check(case) for case in PRODUCT if (case.topk, case.num_steps) == (topk, num_steps)]
-    assert len(checked) == 243
+def test_every_three_values_give_plain_decoding(num_steps: int) -> None:
+    """The product has 93,312 cases. Faults that only one case of it would show are beyond this test."""
+    checked = [check(case) for case in cases(3) if case.num_steps == num_steps]
     assert not [line for one in checked for line in one.mismatches]
     assert sum(one.retracted for one in checked) > 0
     assert sum(one.cached_tokens for one in checked) > 0

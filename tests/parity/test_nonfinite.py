@@ -11,8 +11,18 @@ import pytest
 from cluster.engine import Engine, StepResult, build_engine
 from cluster.request import Request
 from tests.families import FAMILIES, made
-from tests.parity.drafts import Texts
-from tests.parity.harness import SAMPLING, VOCAB, Run, config_of, prompts, request, run, speculative
+from tests.parity.harness import (
+    SAMPLING,
+    VOCAB,
+    Run,
+    config_of,
+    prompts,
+    request,
+    run,
+    run_alone,
+    speculative,
+    texts_of,
+)
 from tests.tiny import draft_folder, folder_of_session, target_folder
 from tests.unit.models.checkpoints import Tensors, copy_of
 
@@ -50,13 +60,7 @@ def requests() -> list[Request]:
 
 
 def clean_run(target: str, asked: list[Request]) -> Run:
-    engine = build_engine(config_of(target, disable_radix_cache=True))
-    whole = Run()
-    for one in asked:
-        alone = run(engine, [one])
-        whole.tokens |= alone.tokens
-        whole.last |= alone.last
-    return whole
+    return run_alone(build_engine(config_of(target, disable_radix_cache=True)), asked)
 
 
 @cache
@@ -96,7 +100,7 @@ def test_it_ends_alone_and_where_plain_decoding_would_end_it(
     whole, target = clean(), target_folder(vocab_size=VOCAB)
     bad = spoiled(target, EMBEDDING, value)
     settings: dict[str, object] = {"page_size": page_size, "chunked_prefill_size": chunk}
-    texts: Texts = {one.request_id: [*one.prompt_token_ids, *whole.tokens[one.request_id]] for one in requests()}
+    texts = texts_of(requests(), whole)
     if kind == "plain":
         engine = build_engine(config_of(bad, **settings))
     else:
@@ -147,9 +151,8 @@ def test_all_kinds_of_attention(family: str) -> None:
         request("c", [4, BAD, 6], SAMPLING["greedy"], max_tokens=20, ignore_eos=True),
     ]
     whole = clean_run(target, asked)
-    texts: Texts = {one.request_id: [*one.prompt_token_ids, *whole.tokens[one.request_id]] for one in asked}
     config = config_of(spoiled(target, EMBEDDING), draft_folder(target), 4, 3, chunked_prefill_size=6)
-    result = check(speculative(config, "oracle", texts, 0.6), asked, whole)
+    result = check(speculative(config, "oracle", texts_of(asked, whole), 0.6), asked, whole)
     assert result.last["c"].finish_reason == "error"
 
 

@@ -14,6 +14,7 @@ from cluster.engine.lockstep import StepInFlight
 from cluster.engine.schedule import mode_of
 from cluster.request import Request, StepTree
 from tests.late import LatePrograms, delay
+from tests.pairwise import covering
 from tests.parity.automata import EOS, automaton, walked
 from tests.parity.harness import (
     SAMPLING,
@@ -67,11 +68,11 @@ def check_paths(asked: Sequence[Request], result: Run) -> int:
     return trees
 
 
-@pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize(("topk", "num_steps"), [(0, 0), (1, 4), (3, 3)])
-@pytest.mark.parametrize("late", [False, True])
-def test_the_path_is_what_came_and_asking_changes_nothing(topk: int, num_steps: int, sampling: str, late: bool) -> None:
-    target, draft = tiny_pair()
+@pytest.mark.parametrize(
+    ("shape", "sampling", "late"), covering([[(0, 0), (1, 4), (3, 3)], list(SAMPLING), (False, True)])
+)
+def test_the_path_is_what_came_and_asking_changes_nothing(shape: tuple[int, int], sampling: str, late: bool) -> None:
+    (topk, num_steps), (target, draft) = shape, tiny_pair()
     config = config_of(target, draft, topk, num_steps) if topk else config_of(target)
     engine = speculative(config, "corrected", truth(sampling)) if topk else build_engine(config)
     if late and not isinstance(engine._p.lockstep.programs, LatePrograms):

@@ -10,8 +10,9 @@ import pytest
 from cluster.config import EngineConfig
 from cluster.engine import Engine, StepResult, build_engine
 from cluster.request import Request
+from tests.pairwise import covering
 from tests.parity.drafts import Texts, correct
-from tests.parity.harness import SAMPLING, VOCAB, Run, config_of, request, run, scarce, tiny_pair
+from tests.parity.harness import SAMPLING, VOCAB, Run, config_of, request, run, run_alone, scarce, texts_of, tiny_pair
 from tests.parity.reference import draft_reference, target_reference
 from tests.parity.test_draft_runners import settings as multilayer
 from tests.parity.watch import Watch
@@ -46,16 +47,8 @@ def family(page_size: int) -> list[Request]:
 @cache
 def alone(kind: str, page_size: int) -> Run:
     """Plain decoding of each, without any sharing."""
-    engine, whole = build_engine(config_of(tiny_pair()[0], disable_radix_cache=True)), Run()
-    for one in family(page_size) if kind == "family" else samples(text_of(0)):
-        got = run(engine, [one])
-        whole.tokens |= got.tokens
-        whole.last |= got.last
-    return whole
-
-
-def texts(asked: list[Request], plain: Run) -> Texts:
-    return {one.request_id: [*one.prompt_token_ids, *plain.tokens[one.request_id]] for one in asked}
+    asked = family(page_size) if kind == "family" else samples(text_of(0))
+    return run_alone(build_engine(config_of(tiny_pair()[0], disable_radix_cache=True)), asked)
 
 
 def watched(config: EngineConfig, known: Texts, rate: float = 0.7) -> tuple[Engine, Watch]:
@@ -94,15 +87,15 @@ def test_a_prompt_that_ends_within_a_page_is_computed_once_too() -> None:
     assert sum(rows) == 155 + 7
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("memory", ["ample", "scarce"])
-@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize(
+    ("page_size", "memory", "together"), covering([(1, 4, 16), ("ample", "scarce"), (True, False)])
+)
 def test_texts_that_part_ways(page_size: int, memory: str, together: bool) -> None:
     """At once, or one after the other while the first ones still run."""
     asked, plain = family(page_size), alone("family", page_size)
     config = config_of(*tiny_pair(), 3, 3, page_size=page_size, chunked_prefill_size=19)
     config = scarce(config, asked, 24 // page_size) if memory == "scarce" else config
-    engine, watch = watched(config, texts(asked, plain))
+    engine, watch = watched(config, texts_of(asked, plain))
     coming = [] if together else asked[:-1]
 
     def after(engine: Engine, step: StepResult) -> None:

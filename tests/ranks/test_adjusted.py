@@ -1,9 +1,11 @@
 """Adjusted and constrained requests on several ranks: their own group works on each row, wherever its columns are."""
 
-from itertools import product
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
+from tests.pairwise import covering
 from tests.parity.harness import VOCAB, tiny_pair
 from tests.ranks.compare import Tally, check
 from tests.ranks.gang import Case, Life
@@ -12,21 +14,32 @@ from tests.ranks.workload import ADJUSTED, CONSTRAINED, workload
 from tests.tiny import draft_folder
 
 MESHES = ((2, 1), (2, 2), (4, 2))
-SHARDS = tuple(product(("attention", "world"), ("sharded", "replicated")))
+SHARDS = (("attention", "world"), ("sharded", "replicated"))
+SHAPES = ({"topk": 1, "num_steps": 5}, {"topk": 3, "draft_vocab": 17, "max_total_tokens": 96})
 
 
 def tally_of(ranks: Gangs, mesh: tuple[int, int], shards: tuple[str, str], **settings: object) -> Tally:
+    given = {"vocab_parallel": shards[0], "speculative_draft_parallel": shards[1]}
+    return tally_besides(ranks, mesh, (*ADJUSTED, *CONSTRAINED), **given, **settings)
+
+
+def tally_besides(
+    ranks: Gangs, mesh: tuple[int, int], besides: Sequence[dict[str, Any]], shaken: int | None = None, **settings: Any
+) -> Tally:
+    """A gang against one rank; requests ask for what is `besides` by turns. `shaken`: random chunks and tiers.
+
+    `settings` may name the size of a draft's vocabulary.
+    """
     target, draft = tiny_pair()
     if "draft_vocab" in settings:
-        draft = draft_folder(target, draft_vocab=settings.pop("draft_vocab"))  # type: ignore[arg-type]
+        draft = draft_folder(target, draft_vocab=settings.pop("draft_vocab"))
     tp, dp = mesh
-    given = {"vocab_parallel": shards[0], "speculative_draft_parallel": shards[1]}
-    besides = (*ADJUSTED, *CONSTRAINED)
     actions = workload(tp + dp, dp, 20, vocab=VOCAB, horizon=10, aborts=0.1, besides=besides)
-    return check(ranks(tp), Case(config(target, draft, tp_size=tp, attn_dp_size=dp, **given, **settings), actions))
+    case = Case(config(target, draft, tp_size=tp, attn_dp_size=dp, **settings), actions, shaken=shaken)
+    return check(ranks(tp), case, same_trees=shaken is None)
 
 
-@pytest.mark.parametrize(("mesh", "shards"), [((2, 1), SHARDS[0]), ((2, 2), SHARDS[2])])
+@pytest.mark.parametrize(("mesh", "shards"), [((2, 1), ("attention", "sharded")), ((2, 2), ("world", "sharded"))])
 def test_a_gang_adjusts_as_one_rank(ranks: Gangs, mesh: tuple[int, int], shards: tuple[str, str]) -> None:
     tally = tally_of(ranks, mesh, shards, debug_lockstep=True)
     assert not tally.mismatches, tally.mismatches
@@ -34,13 +47,11 @@ def test_a_gang_adjusts_as_one_rank(ranks: Gangs, mesh: tuple[int, int], shards:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [{"topk": 1, "num_steps": 5}, {"topk": 3, "draft_vocab": 17, "max_total_tokens": 96}])
-@pytest.mark.parametrize("shards", SHARDS)
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(("mesh", "vocab", "draft", "shape"), covering([MESHES, *SHARDS, SHAPES], 3))
 def test_adjusted_requests_on_all_meshes(
-    ranks: Gangs, mesh: tuple[int, int], shards: tuple[str, str], shape: dict[str, int]
+    ranks: Gangs, mesh: tuple[int, int], vocab: str, draft: str, shape: dict[str, int]
 ) -> None:
-    tally = tally_of(ranks, mesh, shards, **shape)
+    tally = tally_of(ranks, mesh, (vocab, draft), **shape)
     assert not tally.mismatches, tally.mismatches
     assert tally.compared > 12, tally
 

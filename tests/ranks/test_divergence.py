@@ -128,18 +128,11 @@ def test_a_bug_of_one_rank_reaches_its_peers_with_its_words(ranks: Gangs) -> Non
     assert (peer.rank, peer.step) == (1, gang.struck[1]) and peer.at - gang.struck[0] < LOST_S
 
 
-@pytest.mark.parametrize("guilty", [0, 1])
-def test_the_peers_of_a_killed_rank_name_it_within_a_second(ranks: Gangs, guilty: int) -> None:
-    check_killed(ranks(2), planted_case("dies", 2, 2, guilty))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("guilty", [0, 2])
-def test_all_peers_of_a_killed_rank_of_four_name_it(ranks: Gangs, guilty: int) -> None:
-    check_killed(ranks(4), planted_case("dies", 4, 2, guilty))
-
-
-def check_killed(gang: Ranks, case: Case) -> None:
+@pytest.mark.parametrize(
+    ("tp", "guilty"), [(2, 0), (2, 1), *(pytest.param(4, guilty, marks=pytest.mark.slow) for guilty in (0, 2))]
+)
+def test_the_peers_of_a_killed_rank_name_it_within_a_second(ranks: Gangs, tp: int, guilty: int) -> None:
+    gang, case = ranks(tp), planted_case("dies", tp, 2, guilty)
     answers = gang.run(case, timeout_s=60)
     assert answers[case.guilty] == Dead(-9) and gang.struck is not None
     struck, step = gang.struck
@@ -152,26 +145,22 @@ def check_killed(gang: Ranks, case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("page_size", 8), ("speculative_num_steps", 2), ("dp_padding", "padded"), ("dtype", "float32")]
+    ("name", "value", "said"),
+    [
+        ("page_size", 8, "page_size"),
+        ("speculative_num_steps", 2, "speculative_num_steps"),
+        ("dp_padding", "padded", "dp_padding"),
+        ("dtype", "float32", "dtype"),
+        ("model_path", lambda: target_folder(vocab_size=VOCAB, kv_heads=4), "target"),
+        ("speculative_draft_model_path", lambda: draft_folder(tiny_pair()[0], norm_output=True), "draft"),
+    ],
 )
-def test_ranks_with_other_settings_do_not_start(ranks: Gangs, name: str, value: object) -> None:
+def test_ranks_of_other_settings_or_models_do_not_start(ranks: Gangs, name: str, value: Any, said: str) -> None:
     given = config(*tiny_pair(), tp_size=2, attn_dp_size=2)
-    check_refused(ranks(2), Case(given, own={1: {name: value}}), name)
-
-
-def test_ranks_with_other_models_do_not_start(ranks: Gangs) -> None:
-    target, draft = tiny_pair()
-    given = config(target, draft, tp_size=2, attn_dp_size=2)
-    other = target_folder(vocab_size=VOCAB, kv_heads=4)
-    check_refused(ranks(2), Case(given, own={1: {"model_path": other}}), "target")
-    other = draft_folder(target, norm_output=True)
-    check_refused(ranks(2), Case(given, own={1: {"speculative_draft_model_path": other}}), "draft")
-
-
-def check_refused(gang: Ranks, case: Case, name: str) -> None:
-    for answer in gang.run(case, timeout_s=10):
+    other = value() if callable(value) else value
+    for answer in ranks(2).run(Case(given, own={1: {name: other}}), timeout_s=10):
         assert isinstance(answer, Lost) and answer.kind == "ConfigError", answer
-        assert answer.error.startswith(f"{name} is ") and "rank 0" in answer.error and "rank 1" in answer.error
+        assert answer.error.startswith(f"{said} is ") and "rank 0" in answer.error and "rank 1" in answer.error
 
 
 def test_a_gang_goes_on_after_all_that(ranks: Gangs) -> None:

@@ -32,6 +32,11 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "dp, replicated": (2, TREE | {"speculative_draft_parallel": "replicated", "vocab_parallel": "world"}),
     "dp, sharded chain": (2, CHAIN | {"page_size": 1, "chunked_prefill_size": 5}),
 }
+HALVES = (
+    ("tp, sharded chain", "tp, replicated", "dp, sharded", "dp, padded"),
+    ("tp, sharded", "dp, replicated", "dp, sharded chain", "dp, padded"),
+)
+"""Each draft has one of these: chain and tree, sharded and replicated, one group and two, padded and not."""
 FAST = [
     ("eagle1-map", "dp, sharded"),
     ("mla", "tp, sharded"),
@@ -86,9 +91,9 @@ def test_a_draft_that_is_weak_on_one_rank_shows(ranks: Gangs) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_two_ranks_equal_one_on_every_mesh(ranks: Gangs, draft: str) -> None:
+def test_two_ranks_equal_one_on_half_of_the_meshes(ranks: Gangs, draft: str) -> None:
     total = Tally()
-    for mesh in MESHES:
+    for mesh in HALVES[DRAFTS.index(draft) % 2]:
         total += checked(ranks, draft, mesh)
     assert sum(total.accepted[j] for j in total.accepted if j) > 20, total.accepted
 

@@ -10,7 +10,7 @@ from tests.ranks.fuzz import fuzz, life
 from tests.ranks.gang import Ranks
 
 Gangs = Callable[[int], Ranks]
-FULL = {2: 10_000, 4: 2_000}  # steps by ranks
+FULL = {2: 4_000, 4: 2_000}  # steps by ranks
 
 
 def run(gangs: Gangs, tp: int, dp: int, steps: int, first_seed: int) -> Tally:

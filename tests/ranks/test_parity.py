@@ -1,7 +1,7 @@
 """DP equals TP equals one rank: the same tokens and the same accept lengths, whatever the ranks are doing."""
 
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -239,16 +239,16 @@ def geometry_case(name: str, tp: int, dp: int, **settings: Any) -> Case:
     return Case(config(target, draft, **(given | mesh | settings)), actions)
 
 
-@pytest.mark.parametrize("name", ["one kv head", "odd mlp", "odd vocabulary over the world", "biases", "caches in FP8"])
-def test_a_geometry_on_two_ranks(ranks: Gangs, name: str) -> None:
-    mesh = (2, 2) if "world" in name else (2, 1)
-    tally = check(ranks(2), geometry_case(name, *mesh))
-    assert not tally.mismatches and tally.counted == 12, tally
+def geometries() -> Iterator[Any]:
+    """Each on two groups of one rank and on one group of four; vocabularies over the world on two groups of two."""
+    yield from ((name, 2, 1) for name in ("one kv head", "odd mlp", "biases", "caches in FP8"))
+    yield "odd vocabulary over the world", 2, 2
+    for name, (_, _, given) in GEOMETRIES.items():
+        meshes = [(2, 2), (4, 1), *([(4, 2)] if "vocab_parallel" in given else [])]
+        yield from (pytest.param(name, *mesh, marks=pytest.mark.slow) for mesh in meshes)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("tp", "dp"), [(2, 1), (2, 2), (4, 1), (4, 2)])
-@pytest.mark.parametrize("name", GEOMETRIES)
+@pytest.mark.parametrize(("name", "tp", "dp"), geometries())
 def test_a_geometry(ranks: Gangs, name: str, tp: int, dp: int) -> None:
     tally = check(ranks(tp), geometry_case(name, tp, dp))
     assert not tally.mismatches and tally.counted == 12, tally

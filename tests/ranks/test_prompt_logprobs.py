@@ -1,30 +1,25 @@
 """Log-probabilities of prompts on several ranks are those of one, wherever the columns of the head are."""
 
-from itertools import product
-
 import pytest
 
-from tests.parity.harness import VOCAB, tiny_pair
-from tests.ranks.compare import Tally, check
-from tests.ranks.gang import Case
-from tests.ranks.test_parity import Gangs, config
-from tests.ranks.workload import SCORED, workload
-from tests.tiny import draft_folder
+from tests.pairwise import covering
+from tests.ranks.compare import Tally
+from tests.ranks.test_adjusted import tally_besides
+from tests.ranks.test_parity import Gangs
+from tests.ranks.workload import SCORED
 
 MESHES = ((2, 1), (2, 2), (4, 2))
 SHARDS = ("attention", "world")
+SHAPES: tuple[dict[str, object], ...] = (
+    {"topk": 1, "num_steps": 5, "shaken": 3},
+    {"topk": 3, "draft_vocab": 17, "max_total_tokens": 96},
+    {"topk": 3, "dp_padding": "padded", "shaken": 4},
+    {"topk": 1, "capture": "on", "capture_sizes": [1, 2, 4, 8, 16]},
+)
 
 
 def tally_of(ranks: Gangs, mesh: tuple[int, int], shards: str, **settings: object) -> Tally:
-    """`settings` may name the size of a draft's vocabulary, and `shaken`: random chunks and tiers."""
-    target, draft = tiny_pair()
-    if "draft_vocab" in settings:
-        draft = draft_folder(target, draft_vocab=settings.pop("draft_vocab"))  # type: ignore[arg-type]
-    shaken, (tp, dp) = settings.pop("shaken", None), mesh
-    given = {"vocab_parallel": shards, "tp_size": tp, "attn_dp_size": dp, **settings}
-    actions = workload(tp + dp, dp, 20, vocab=VOCAB, horizon=10, aborts=0.1, besides=SCORED)
-    case = Case(config(target, draft, **given), actions, shaken=shaken)  # type: ignore[arg-type]
-    return check(ranks(tp), case, same_trees=shaken is None)
+    return tally_besides(ranks, mesh, SCORED, vocab_parallel=shards, **settings)
 
 
 @pytest.mark.parametrize(("mesh", "shards"), [((2, 1), "attention"), ((2, 2), "world"), ((2, 2), "attention")])
@@ -35,16 +30,7 @@ def test_a_gang_scores_as_one_rank(ranks: Gangs, mesh: tuple[int, int], shards: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "shape",
-    [
-        {"topk": 1, "num_steps": 5, "shaken": 3},
-        {"topk": 3, "draft_vocab": 17, "max_total_tokens": 96},
-        {"topk": 3, "dp_padding": "padded", "shaken": 4},
-        {"topk": 1, "capture": "on", "capture_sizes": [1, 2, 4, 8, 16]},
-    ],
-)
-@pytest.mark.parametrize(("mesh", "shards"), product(MESHES, SHARDS))
+@pytest.mark.parametrize(("mesh", "shards", "shape"), covering([MESHES, SHARDS, SHAPES]))
 def test_prompts_are_scored_on_all_meshes(
     ranks: Gangs, mesh: tuple[int, int], shards: str, shape: dict[str, object]
 ) -> None:

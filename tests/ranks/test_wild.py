@@ -4,20 +4,19 @@ from dataclasses import asdict
 
 import pytest
 
+from tests.pairwise import covering
 from tests.parity.test_wild import TEMPERATURES, asked, config, plain
 from tests.ranks.gang import Action, Case
 from tests.ranks.test_parity import Gangs
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("temperature", TEMPERATURES)
-@pytest.mark.parametrize(("topk", "num_steps"), [(1, 3), (4, 4)])
-@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(("groups", "tree", "temperature"), covering([(1, 2), ((1, 3), (4, 4)), TEMPERATURES]))
 def test_two_ranks_give_what_plain_decoding_gives(
-    ranks: Gangs, groups: int, topk: int, num_steps: int, temperature: float
+    ranks: Gangs, groups: int, tree: tuple[int, int], temperature: float
 ) -> None:
     said = plain(temperature)
-    settings = config(topk, num_steps, tp_size=2, attn_dp_size=groups).model_dump(exclude_defaults=True)
+    settings = config(*tree, tp_size=2, attn_dp_size=groups).model_dump(exclude_defaults=True)
     actions = []
     for at, one in enumerate(asked(temperature)):
         fields = {"request_id": one.request_id, "prompt_token_ids": one.prompt_token_ids, "params": asdict(one.params)}

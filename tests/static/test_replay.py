@@ -18,7 +18,7 @@ from cluster.engine import Engine, build_engine
 from cluster.engine.programs import TAPES, Program
 from cluster.request import LogitAdjustments, Request, RequestParams, TokenLogprob
 from cluster.spec.result import StepOutput
-from tests.parity.harness import SAMPLING, VOCAB, config_of, tiny_pair
+from tests.parity.harness import SAMPLING, VOCAB, config_of, run, tiny_pair
 from tests.parity.pairs import algorithm_of, diagonal, draft_of
 from tests.parity.poison import memory_of
 from tests.tiny import draft_folder, target_folder
@@ -134,22 +134,17 @@ def rounded(given: dict[str, list[Any]]) -> dict[str, list[Any]]:
     }
 
 
+@pytest.mark.parametrize("sizes", [None, SIZES])
 @pytest.mark.parametrize("sampling", PARAMS)
 @pytest.mark.parametrize("topk", [*(pytest.param(topk, marks=pytest.mark.slow) for topk in (0, 1)), 3])
-def test_a_replay_leaves_what_the_step_leaves(monkeypatch: pytest.MonkeyPatch, topk: int, sampling: str) -> None:
+def test_a_replay_leaves_what_the_step_leaves(
+    monkeypatch: pytest.MonkeyPatch, topk: int, sampling: str, sizes: tuple[int, ...] | None
+) -> None:
+    """Padded to `sizes`, steps with prompt rows are replayed as well: few sizes are enough for all."""
     target, draft = tiny_pair()
     config = config_of(target, draft if topk else None, topk or 1, page_size=4, chunked_prefill_size=9)
-    replays = check(monkeypatch, config, PARAMS[sampling])
-    assert max(replays.values()) >= 20 and len(replays) >= 2
-
-
-@pytest.mark.parametrize("sampling", PARAMS)
-@pytest.mark.parametrize("topk", [*(pytest.param(topk, marks=pytest.mark.slow) for topk in (0, 1)), 3])
-def test_padded_steps_give_the_same_texts(monkeypatch: pytest.MonkeyPatch, topk: int, sampling: str) -> None:
-    """Steps with prompt rows are replayed as well, as few sizes are enough for all."""
-    target, draft = tiny_pair()
-    config = config_of(target, draft if topk else None, topk or 1, page_size=4, chunked_prefill_size=9)
-    assert max(check(monkeypatch, config, PARAMS[sampling], SIZES).values()) >= 20
+    replays = check(monkeypatch, config, PARAMS[sampling], sizes)
+    assert max(replays.values()) >= 20 and len(replays) >= (1 if sizes else 2)
 
 
 def test_what_a_replay_gave_is_read_after_the_next_replay() -> None:
@@ -214,13 +209,7 @@ def test_an_end_of_a_prompt_that_is_not_finite_spoils_nobody(sampling: str) -> N
 
 def texts_of(engine: Engine, prompts: dict[str, tuple[int, ...]], params: RequestParams) -> dict[str, list[int]]:
     """The tokens of requests that run together."""
-    given: dict[str, list[int]] = {name: [] for name in prompts}
-    for name, prompt in prompts.items():
-        engine.submit(Request(name, prompt, params))
-    while engine.has_work:
-        for output in engine.step().outputs:
-            given[output.request_id] += output.token_ids
-    return given
+    return run(engine, [Request(name, prompt, params) for name, prompt in prompts.items()]).tokens
 
 
 def test_steps_with_prompt_rows_are_replayed_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,25 +231,18 @@ DIAGONAL = diagonal()
 FEW = [n for n, pair in enumerate(DIAGONAL) if pair.draft in LISTS or pair.family in ("gpt_oss", "gemma3")][:6]
 
 
-def check_pair(monkeypatch: pytest.MonkeyPatch, number: int) -> Counter[int]:
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "number", [pytest.param(at, marks=() if at in FEW else pytest.mark.slow) for at in range(len(DIAGONAL))]
+)
+def test_each_draft_and_each_family(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """One pair as a chain or a tree, sampled or filtered, by turns."""
     pair = DIAGONAL[number]
     config = config_of(
         pair.target, draft_of(pair.draft), (1, 3)[number % 2], 3, speculative_algorithm=algorithm_of(pair.spec())
     )
-    return check(monkeypatch, config, list(PARAMS.values())[number % len(PARAMS)])
-
-
-@pytest.mark.parametrize("number", FEW)
-def test_a_pair(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    assert max(check_pair(monkeypatch, number).values()) >= 20
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("number", range(len(DIAGONAL)))
-def test_each_draft_and_each_family(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    assert max(check_pair(monkeypatch, number).values()) >= 20
+    params = list(PARAMS.values())[number % len(PARAMS)]
+    assert max(check(monkeypatch, config, params).values()) >= 20
 
 
 @pytest.mark.parametrize("most", [0, 1, 2])

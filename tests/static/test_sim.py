@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from cluster.engine import Engine, build_engine
 from cluster.spec.result import StepOutput
 from cluster.spec.step import Step
 from tests.families import FAMILIES
+from tests.pairwise import assert_covering
 from tests.parity.harness import config_of
 from tests.parity.pairs import DRAFTS, Pair, algorithm_of, all_pairs, diagonal, draft_of
 from tests.static.sim import NAME, simulated
@@ -58,8 +60,9 @@ def engine_of(pair: Pair, topk: int) -> Engine:
     return build_engine(config_of(pair.target, draft_of(pair.draft), topk, 3, **settings))
 
 
-WAYS = list(product(range(4), MODES, (False, True)))
+AXES = (range(4), MODES, (False, True))
 """Of a step: its tier, its sampling mode, and whether prompt rows are beside."""
+WAYS = list(product(*AXES))
 
 
 def check(pair: Pair, topk: int, ways: Iterable[tuple[int, SamplingMode, bool]]) -> None:
@@ -120,13 +123,10 @@ def test_what_asks_or_comes_from_elsewhere_is_caught(
         programs._run(programs.assembler.send(StepInput(decodes=DECODES), 0), SamplingMode(0), engine._p.resolved.shape)
 
 
-PARTS = 8
-
-
-def turn_of(pair: Pair) -> tuple[int, int]:
-    """The topk of a pair, and the part of `WAYS` that it goes."""
+def turn_of(pair: Pair) -> tuple[int, list[int]]:
+    """The topk of a pair and the two of `WAYS` that it goes."""
     family, draft = list(FAMILIES).index(pair.family), DRAFTS.index(pair.draft)
-    return (1, 3)[(family + draft) % 2], (family // 2 + draft // 2) % PARTS
+    return (1, 3)[(family + draft) % 2], [(9 * family + 2 * draft + more) % len(WAYS) for more in (0, 5)]
 
 
 @pytest.mark.slow
@@ -136,14 +136,22 @@ def test_every_pair(family: str) -> None:
     """The ways are shared out, see below."""
     for pair in all_pairs():
         if pair.family == family:
-            topk, part = turn_of(pair)
-            check(pair, topk, WAYS[part::PARTS])
+            topk, ways = turn_of(pair)
+            check(pair, topk, [WAYS[way] for way in ways])
 
 
-def test_each_family_and_each_draft_goes_every_way_as_a_chain_and_as_a_tree() -> None:
-    families, drafts = (defaultdict[str, set[tuple[int, int]]](set) for _ in range(2))
+def test_families_and_drafts_go_all_ways() -> None:
+    """Each family goes every way; each draft meets all pairs of values of topk, tier, mode and prompts, as families do.
+
+    The factors in `turn_of` were searched for this.
+    """
+    families, drafts = (defaultdict[str, list[tuple[Any, ...]]](list) for _ in range(2))
     for pair in all_pairs():
-        families[pair.family].add(turn_of(pair))
-        drafts[pair.draft].add(turn_of(pair))
+        topk, ways = turn_of(pair)
+        for way in ways:
+            families[pair.family].append((topk, *WAYS[way]))
+            drafts[pair.draft].append((topk, *WAYS[way]))
     assert (set(families), set(drafts)) == (set(FAMILIES), set(DRAFTS))
-    assert all(turns == set(product((1, 3), range(PARTS))) for turns in [*families.values(), *drafts.values()])
+    for gone in [*families.values(), *drafts.values()]:
+        assert_covering(gone, [(1, 3), *AXES])
+    assert all(len({way[1:] for way in gone}) == len(WAYS) for gone in families.values())

@@ -22,7 +22,7 @@ from cluster.kv.budget import Needs
 from cluster.kv.device_memory import DeviceMemory
 from cluster.request import LogitAdjustments, Request, RequestParams
 from tests.device_memory import DeviceMemoryError, SimulatedMemory
-from tests.parity.harness import VOCAB, tiny_pair
+from tests.parity.harness import VOCAB, run, tiny_pair
 
 CONTEXT, NEW, BESIDE, TOTAL = 160, 16, 100_000, 1_500_000
 MEASURED = dict[tuple[int, ...], Needs]()
@@ -97,13 +97,8 @@ def crowd(count: int) -> list[Request]:
 
 def serve(engine: Engine, memory: SimulatedMemory, requests: list[Request]) -> int:
     """Run the requests; how many tokens came."""
-    tokens = 0
     with memory:
-        for request in requests:
-            engine.submit(request)
-        while engine.has_work:
-            tokens += sum(len(output.token_ids) for output in engine.step().outputs)
-    return tokens
+        return sum(map(len, run(engine, requests).tokens.values()))
 
 
 def test_nothing_runs_out_after_the_start_and_little_is_left_unused() -> None:

@@ -1,5 +1,7 @@
 """Attention by Triton gives what the definition says, reads nothing that was not written, and can be split."""
 
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,6 +19,8 @@ from tests.unit.attention.test_twins import KINDS, SHAPES, TREE, case
 
 CPU = torch.device("cpu")
 QUICK = ("all", "wide")  # between them they have what the other shapes have
+PAGES = ((4, "tail"), (1, "scattered"), (16, "run"))
+SIZES: tuple[dict[str, Any], ...] = ({"d": 20}, {"d": 96}, {"d": 192, "latent": True, "kv_heads": 1})
 LONG: dict[str, dict[str, Any]] = {
     "tiles": {"committed": (31, 33, 200), "parents": TREE, "chunks": ()},
     "alone, long": {"committed": (600,), "parents": TREE, "chunks": ()},
@@ -24,31 +28,26 @@ LONG: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "shape", [pytest.param(shape, marks=() if shape in QUICK else pytest.mark.slow) for shape in SHAPES]
-)
-@pytest.mark.parametrize(
-    ("page_size", "lies"),
-    [(4, "tail"), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, "scattered"), (16, "run")))],
-)
+def forms() -> Iterator[Any]:
+    """Every shape with every kind; pages take turns, so that each shape and each kind meets all of them."""
+    for (s, shape), (k, kind) in product(enumerate(SHAPES), enumerate(KINDS)):
+        yield pytest.param(*PAGES[(s + k) % 3], shape, kind, marks=() if shape in QUICK else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("page_size", "lies", "shape", "kind"), forms())
 def test_triton_gives_what_the_definition_says(page_size: int, lies: str, shape: str, kind: str) -> None:
     one = case(shape, kind, page_size, lies)
     assert torch.allclose(one.given(make=TritonAttention), one.expected(), atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("dtype", [*ERROR, torch.float16])
-@pytest.mark.parametrize(
-    "size",
-    [
-        {"d": 20},
-        *(
-            pytest.param(size, marks=pytest.mark.slow)
-            for size in ({"d": 96}, {"d": 192, "latent": True, "kv_heads": 1})
-        ),
-    ],
-)
-@pytest.mark.parametrize("shape", LONG)
+def long_forms() -> Iterator[Any]:
+    """Every shape with every dtype; sizes take turns, so that each shape and each dtype meets all of them."""
+    for (s, shape), (t, dtype) in product(enumerate(LONG), enumerate([*ERROR, torch.float16])):
+        size = SIZES[(s + t) % 3]
+        yield pytest.param(shape, size, dtype, marks=() if size["d"] == 20 else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("shape", "size", "dtype"), long_forms())
 def test_sizes_lengths_and_dtypes(shape: str, size: dict[str, Any], dtype: torch.dtype) -> None:
     given = {"heads": 4, "kv_heads": 2, "page_size": 16, "lies": "scattered", "dtype": dtype}
     one = Case(**given | LONG[shape] | size)

@@ -14,8 +14,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"num_steps": 3},
     "tree": {"topk": 3, "num_steps": 3, "speculative_num_draft_tokens": 7},
 }
-QUICK = ("chain", "greedy")
-SLOW = (("tree", "greedy"), ("chain", "filtered"), ("tree", "filtered"))
+FP8, CAPTURED = {"kv_cache_dtype": "fp8_e4m3"}, {"capture": "on"}
+CASES = (("tree", ("filtered",), {}), ("tree", ("0.8", "greedy"), FP8), ("chain", ("0.8", "0.8", "filtered"), CAPTURED))
+"""A shape, the samplings that an engine serves one after the other, and its settings."""
 
 
 def requests(params: RequestParams) -> list[Any]:
@@ -24,25 +25,19 @@ def requests(params: RequestParams) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("shape", "sampling"),
-    [QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)],
+    ("shape", "samplings", "settings"),
+    [("chain", ("greedy",), {}), *(pytest.param(*each, marks=pytest.mark.slow) for each in CASES)],
 )
-def test_tokens_are_those_of_plain_decoding(shape: str, sampling: str) -> None:
+def test_tokens_are_those_of_plain_decoding(shape: str, samplings: tuple[str, ...], settings: dict[str, Any]) -> None:
+    """A step is captured the second time that its key occurs."""
     target, draft = tiny_pair()
-    expected = run(build_engine(config_of(target, attention_backend="torch")), requests(SAMPLING[sampling]))
-    engine = build_engine(config_of(target, draft, **SHAPES[shape], attention_backend="triton"))
-    given = run(engine, requests(SAMPLING[sampling]))
-    assert given.tokens == expected.tokens
+    kept = {"kv_cache_dtype": settings.get("kv_cache_dtype", "auto")}
+    plain = build_engine(config_of(target, attention_backend="torch", disable_radix_cache=True, **kept))
+    engine = build_engine(config_of(target, draft, **SHAPES[shape], attention_backend="triton", **settings))
+    for sampling in samplings:
+        expected = run(plain, requests(SAMPLING[sampling]))
+        assert run(engine, requests(SAMPLING[sampling])).tokens == expected.tokens
     assert engine.info().attention_backend == "triton"
-
-
-@pytest.mark.slow
-def test_tokens_with_caches_in_fp8_are_those_of_plain_decoding() -> None:
-    target, draft = tiny_pair()
-    kept = {"kv_cache_dtype": "fp8_e4m3"}
-    expected = run(build_engine(config_of(target, attention_backend="torch", **kept)), requests(SAMPLING["0.8"]))
-    engine = build_engine(config_of(target, draft, **SHAPES["tree"], attention_backend="triton", **kept))
-    assert run(engine, requests(SAMPLING["0.8"])).tokens == expected.tokens
 
 
 def test_experts_get_their_rows_and_give_them_back() -> None:
@@ -55,17 +50,6 @@ def test_experts_get_their_rows_and_give_them_back() -> None:
         asked = [request(f"r{at}", prompt, SAMPLING["greedy"], max_tokens=3) for at, prompt in enumerate(prompts)]
         texts.append(run(engine, asked).tokens)
     assert texts[0] == texts[1]
-
-
-@pytest.mark.slow
-def test_captured_steps_replay_what_is_started() -> None:
-    """Twice, as the first time a key occurs its step is not captured."""
-    target, draft = tiny_pair()
-    expected = run(build_engine(config_of(target, attention_backend="torch")), requests(SAMPLING["0.8"]))
-    config = config_of(target, draft, attention_backend="triton", capture="on")
-    engine = build_engine(config)
-    assert run(engine, requests(SAMPLING["0.8"])).tokens == expected.tokens
-    assert run(engine, requests(SAMPLING["0.8"])).tokens == expected.tokens
 
 
 def test_without_its_interpreter_it_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
