@@ -268,7 +268,8 @@ class SlashBehindPrefix:
         await Response(status_code=307, headers={"Location": there})(scope, receive, send)
 
 
-logger = logging.getLogger("cluster.api.http.access_log")  # the name by which operators filter the log
+logger = logging.getLogger(__name__)
+access_logger = logging.getLogger("cluster.api.http.access_log")  # the name by which operators filter the log
 
 UNLOGGED = frozenset({"/health", "/ready", "/metrics", "/server_state"})  # polled every few seconds
 OTHER = "other"  # the route under which all paths without a declared route are counted
@@ -332,7 +333,7 @@ class AccessLog:
             route = self._route(scope)
             self._service.metrics.on_response(route, status or CLIENT_GONE)
             if route not in UNLOGGED:
-                logger.info(
+                access_logger.info(
                     "%s %s",
                     scope["method"],
                     scope["path"][:SHOWN],
