@@ -90,8 +90,11 @@ def test_tokens_of_the_queue_are_bounded() -> None:
 def test_nothing_is_left_when_all_have_left() -> None:
     clock = Hand()
     admission = filled(clock)
-    for i in range(8):
-        admission.left(f"r{i}", stopped=False)
+    admission.entered(request("leaves before its first token"))
+    assert admission.waiting == 1
+    for name in (*(f"r{i}" for i in range(8)), "leaves before its first token"):
+        admission.left(name, stopped=False)
+    assert admission.waiting == 0
     assert (admission.queued_tokens, admission.wait(1).seconds, admission.full()) == (0.0, 0.0, None)
     admission.left("nobody", stopped=True)
     admission.progressed("nobody", 3)

@@ -56,6 +56,12 @@ def test_ties_go_to_even_codes_and_all_numbers_of_e4m3_are_kept() -> None:
     assert torch.equal(back[127:253], MAGNITUDES[low + low % 2])
 
 
+def test_a_scale_is_the_smallest_that_fits() -> None:
+    cell = CodedCell((1, 1, 2), 2)
+    for most, byte in ((448.0, 127), (448.5, 128), (224.5, 127), (224.0, 126), (0.0, 10), (1e-45, 10)):
+        assert coded(torch.tensor([[[[most, -most / 2]]]], dtype=torch.float64), cell)[0, 2] == byte, most
+
+
 @pytest.mark.parametrize("name", CELLS)
 def test_a_cell_depends_on_nothing_but_itself(name: str) -> None:
     kv = drawn(CELLS[name], torch.float32)
