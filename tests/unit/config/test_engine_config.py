@@ -176,6 +176,11 @@ def test_a_bad_value_names_its_setting(given: dict[str, Any], names: list[str]) 
         assert name in str(refused.value)
 
 
+def test_a_tier_begins_with_its_own_number_of_requests() -> None:
+    tiered = config(**{**EAGLE, "speculative_batch_tiers": {3: 1, 5: 0}})
+    assert [tiered.levels_at(decodes, 3) for decodes in range(1, 7)] == [3, 3, 1, 1, 0, 0]
+
+
 def test_no_speculation_is_a_tree_of_one_node() -> None:
     assert tree_shape(config()) == PLAIN == TreeShape(num_steps=0, topk=1, num_draft_tokens=1)
     assert PLAIN.window == 1
