@@ -76,6 +76,7 @@ class TritonAttention:
             "SCALES": (parts - 1) * kv_heads,
             "CODED": 0 if pool.coded is None else len(pool.coded.groups),
             "PAGE": table.page_size,
+            "SCALE": self._scale * LOG2E,
             "FRONT": max(16, front),
             "BACK": whole(size - front) if size > front >= 16 else 0,
             "WIDEN": INTERPRETED and pool.dtype.itemsize == 2,
@@ -168,7 +169,6 @@ class TritonAttention:
             pages_each=pages.stride(0),
             first=call.first,
             window=call.window,
-            scale=self._scale * LOG2E,
         )
         launch(
             attend.attend,
@@ -234,7 +234,6 @@ class TritonAttention:
             pages_each=pages.stride(0),
             first=call.first,
             window=call.window,
-            scale=self._scale * LOG2E,
         )
         launch(
             attend.attend,

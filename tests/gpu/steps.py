@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 
 from cluster.capture.cuda_graph import Graph
-from cluster.config import EngineConfig
+from cluster.config import ConfigError, EngineConfig
 from cluster.device.transfers import Landing, brought
 from cluster.engine import Engine, StepResult, build_engine
 from tests.parity.automata import walked
@@ -51,6 +52,12 @@ def check_tokens(
     of = config(target, draft, shape, **more)
     anew = walked(build_engine(on(device, of, capture="off")))
     assert replays(anew, kind, sampling) == (expected, 0)
+    if device == "cuda" and any(part is not None for part in anew._p.resolved.experts):
+        # In float64 the products of experts read their counts on the host, so such a step is not captured.
+        assert replays(walked(build_engine(on(device, of, capture="auto"))), kind, sampling) == (expected, 0)
+        with pytest.raises(ConfigError, match="capture on"):
+            build_engine(on(device, of, capture="on"))
+        return
     for prompts in ("auto", "on"):
         captured, count = walked(build_engine(on(device, of, capture=prompts))), 0
         for _ in range(3):

@@ -85,7 +85,7 @@ def taken_in(
     cells,
     read,
     seen,
-    scale,
+    SCALE: tl.constexpr,
     SIZE: tl.constexpr,
     VALUE: tl.constexpr,
     BEHIND: tl.constexpr,
@@ -125,9 +125,9 @@ def taken_in(
         scores = tl.dot(q_back, tl.trans(behind), scores, input_precision="ieee", out_dtype=WIDE)
     if not ALL:
         scores = tl.where(seen, scores, float("-inf"))
-    most = tl.maximum(highest, tl.max(scores, 1) * scale)
+    most = tl.maximum(highest, tl.max(scores, 1) * SCALE)
     finite = tl.where(most == float("-inf"), 0.0, most)  # a line that has seen nothing yet: -inf - (-inf) would be NaN
-    weights = tl.exp2(scores * scale - finite[:, None])
+    weights = tl.exp2(scores * SCALE - finite[:, None])
     kept = tl.exp2(highest - finite)
     total = total * kept + tl.sum(weights, 1)
     sums = tl.dot(weights.to(value.dtype), value, sums * kept[:, None], input_precision="ieee", out_dtype=WIDE)
@@ -162,7 +162,6 @@ class AttendArguments(NamedTuple):
     pages_each: int
     first: int
     window: int
-    scale: float
 
 
 @triton.jit(do_not_specialize=CHANGING)
@@ -188,9 +187,9 @@ def attend(
     pages_each,
     first,
     window,
-    scale,
     TEXT: tl.constexpr,
     SINKS: tl.constexpr,
+    SCALE: tl.constexpr,
     WORDS: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -226,7 +225,9 @@ def attend(
     `chunks` chunks; `CHUNKS` is a power of two, at least `chunks`. Rows see all positions from 0 on unless `WINDOWED`;
     then `window`, `first` or `until` may exclude the first ones.
 
-    Keys are read in two parts, `FRONT` and `BACK`, as sizes such as 576 are no power of two.
+    `SCALE` is the softmax scale times log2(e). It is a constant, because a kernel takes a float argument as a float32,
+    which is too coarse in float64. Keys are read in two parts, `FRONT` and `BACK`, as sizes such as 576 are no power of
+    two.
     """
     REPEAT: tl.constexpr = HEADS // KV_HEADS
     SECOND: tl.constexpr = BACK if BACK > 0 else 1
@@ -301,7 +302,7 @@ def attend(
         at = tile * TILE + tl.arange(0, TILE)
         cells = cells_of(pages, at, end, PAGE, CELL)
         highest, total, sums = taken_in(
-            highest, total, sums, q_front, q_back, memory, scales, cells, at < end, at, scale,
+            highest, total, sums, q_front, q_back, memory, scales, cells, at < end, at, SCALE,
             SIZE, VALUE, BEHIND, SCALES, CODED, OF, FRONT, BACK, WIDTH, WIDE, WIDEN, ALL=True,
         )  # fmt: skip
     for tile in range(start, stop - (whole_until - whole_from)):
@@ -328,7 +329,7 @@ def attend(
             if WINDOWED:
                 seen &= label >= lowest[:, None]
         highest, total, sums = taken_in(
-            highest, total, sums, q_front, q_back, memory, scales, cells, at < end, seen, scale,
+            highest, total, sums, q_front, q_back, memory, scales, cells, at < end, seen, SCALE,
             SIZE, VALUE, BEHIND, SCALES, CODED, OF, FRONT, BACK, WIDTH, WIDE, WIDEN, ALL=False,
         )  # fmt: skip
     deep = tl.arange(0, WIDTH)
