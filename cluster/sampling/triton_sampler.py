@@ -141,10 +141,11 @@ def least_kept(values: Tensor, draw: SamplingInputs) -> Tensor:
         (rows,),
         filters.ThresholdArguments(
             values,
-            inverse=draw.by_row(sampling.inverse_temperature),
-            top_k=draw.by_row(sampling.top_k),
-            top_p=draw.by_row(sampling.top_p),
-            log_min_p=draw.by_row(sampling.min_p.log()),
+            # The kernel reads neighbouring numbers; with one row per request these are views of the table's rows.
+            inverse=draw.by_row(sampling.inverse_temperature).contiguous(),
+            top_k=draw.by_row(sampling.top_k).contiguous(),
+            top_p=draw.by_row(sampling.top_p).contiguous(),
+            log_min_p=draw.by_row(sampling.min_p.log()).contiguous(),
             least=least,
             stride=values.stride(0),
             columns=size,

@@ -3,9 +3,11 @@
 from typing import Any
 
 import pytest
+import torch
 
 from cluster.config import ConfigError
 from cluster.engine import build_engine
+from cluster.kernels import launch
 from cluster.request import RequestParams
 from tests.families import FAMILIES, made
 from tests.parity.harness import SAMPLING, config_of, request, run, tiny_pair
@@ -38,6 +40,34 @@ def test_tokens_are_those_of_plain_decoding(shape: str, samplings: tuple[str, ..
         expected = run(plain, requests(SAMPLING[sampling]))
         assert run(engine, requests(SAMPLING[sampling])).tokens == expected.tokens
     assert engine.info().attention_backend == "triton"
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_requests_of_all_samplings_decode_together(drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row has its own temperature and filters. Kernels read neighbouring numbers of what they are given, or take
+    its stride.
+    """
+    started, apart = launch._started, set()
+
+    def checked(kernel: Any, grid: Any, arguments: Any, constants: dict[str, Any]) -> None:
+        first, *_ = fields = arguments._fields  # a stride without a tensor's name is that of the first one
+        for name, value in zip(fields, arguments, strict=True):
+            strided = f"{name}_stride" in fields or (name == first and {"stride", "row_stride"} & {*fields})
+            if isinstance(value, torch.Tensor) and not value.is_contiguous() and not strided:
+                apart.add((type(arguments).__name__, name))
+        started(kernel, grid, arguments, constants)
+
+    monkeypatch.setattr(launch, "_started", checked)
+    target, draft = tiny_pair()
+    own = SHAPES["tree"] if drafts else {}
+    plain = build_engine(config_of(target, attention_backend="torch", disable_radix_cache=True))
+    engine = build_engine(config_of(target, draft if drafts else None, **own, attention_backend="triton"))
+    asked = [
+        request(kind, [3 + at, 5, 2], params, max_tokens=4, seed=at)
+        for at, (kind, params) in enumerate(SAMPLING.items())
+    ]
+    assert run(engine, asked).tokens == run(plain, asked).tokens
+    assert not apart
 
 
 def test_experts_get_their_rows_and_give_them_back() -> None:

@@ -33,14 +33,16 @@ MIXED = [
 
 
 def mixed(dtype: torch.dtype) -> SamplingBatch:
-    """One request of each kind."""
+    """One request of each kind. As from `SamplingTable.take`, columns are views of rows, so they are not contiguous."""
     each = [
         sampling_of(1, dtype=dtype, temperature=p.temperature, top_k=p.top_k, top_p=p.top_p, min_p=p.min_p)
         for p in MIXED
     ]
     names = ("inverse_temperature", "noise_scale", "top_k", "top_p", "min_p")
-    columns = [torch.cat([getattr(one, name) for one in each]) for name in names]
-    return SamplingBatch(*columns, torch.arange(len(each)) * 77, True, True)
+    inverse, scale, top_k, top_p, min_p = (torch.cat([getattr(one, name) for one in each]) for name in names)
+    inverse, scale, top_p, min_p = torch.stack([inverse, scale, top_p, min_p], 1).unbind(1)
+    top_k, seeds = torch.stack([top_k, torch.arange(len(each)) * 77], 1).unbind(1)
+    return SamplingBatch(inverse, scale, top_k, top_p, min_p, seeds, True, True)
 
 
 def sorted_filter(tempered: Tensor, sampling: SamplingBatch) -> Tensor:
