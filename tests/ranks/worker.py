@@ -237,10 +237,11 @@ def _shake(engine: Engine, random: Random) -> None:
     def schedule(*given: int) -> Any:
         scheduler.prefill._budget = random.choice((1, 2, 5, 13, 64, 1 << 30))
         scheduler.prefill._mixed_budget = random.choice((1, 3, scheduler.prefill._budget))
-        return true(*given)
+        made = true(*given)
+        made.num_steps = random.randint(0, deepest)
+        return made
 
     scheduler.schedule = schedule  # type: ignore[method-assign]
-    type(engine._p.resolved).levels_at = lambda *_: random.randint(0, deepest)  # type: ignore[method-assign]
 
 
 def _do(engine: Rank, action: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from cluster.config import ConfigError, EngineConfig
 from cluster.config.aliases import ALIASES, SPECULATIVE_CONFIG
+from cluster.config.resolved import ResolvedSettings
 from cluster.config.tree_shape import DEFAULT_NUM_STEPS, DEFAULT_TOPK, PLAIN, TreeShape, tree_shape
 
 EAGLE = {"model_path": "target", "speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "draft"}
@@ -177,8 +178,8 @@ def test_a_bad_value_names_its_setting(given: dict[str, Any], names: list[str]) 
 
 
 def test_a_tier_begins_with_its_own_number_of_requests() -> None:
-    tiered = config(**{**EAGLE, "speculative_batch_tiers": {3: 1, 5: 0}})
-    assert [tiered.levels_at(decodes, 3) for decodes in range(1, 7)] == [3, 3, 1, 1, 0, 0]
+    tiered = config(**{**EAGLE, "speculative_num_steps": 3, "speculative_batch_tiers": {3: 1, 5: 0}})
+    assert [ResolvedSettings.of(tiered).levels_at(decodes) for decodes in range(1, 7)] == [3, 3, 1, 1, 0, 0]
 
 
 def test_no_speculation_is_a_tree_of_one_node() -> None:

@@ -36,7 +36,6 @@ FACTS = {
 SHOWN = {
     ("cluster/engine/build.py", "speculative_batch_tiers"),  # `RankInfo` has the setting
     ("cluster/engine/workspace.py", "chunked_prefill_size"),  # a message quotes the setting
-    ("cluster/bench/rank_process.py", "overlap"),  # of a simulated device, which the engine does not know
 }
 AUTO = {
     "cluster/arch/dtypes.py": "dtype and kv_cache_dtype, which resolving asks",
