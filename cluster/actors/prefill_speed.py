@@ -17,8 +17,9 @@ US = 1e-6
 
 
 class Drift(NamedTuple):
-    """Ratios of the present to the measured step times of a rank. `decode` is the ratio for steps that only decode,
-    `alone` for steps with only prompt rows, and `decode * prompt` for prompt rows beside decoding.
+    """How much longer steps of a rank take now than they took when they were measured at start, as ratios. `decode` is
+    for steps that only decode, `alone` for steps with only prompt rows. Prompt rows in a step that decodes too take
+    `decode * prompt` times as long.
     """
 
     decode: float = 1.0

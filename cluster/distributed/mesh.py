@@ -89,8 +89,9 @@ class Mesh:
     """This rank's place in the gang: the axis of all ranks (`world`), that of its attention group (`attn`), the store.
 
     `facts` and `attn_facts` are the same two axes over gloo; on a CPU they are `world` and `attn` themselves.
-    `position` is the (step, phase) of this rank, readable by other threads. `bell` is a second connection to the store,
-    since `sleep` blocks the first, `store`. `heartbeat_monitor` is None on CPUs, where collectives report a dead peer.
+    `position` is the (step, phase) of this rank, readable by other threads. `store` and `bell` are two connections to
+    the store, because the method `sleep` blocks one of them. `heartbeat_monitor` is None on CPUs, where collectives
+    report a dead peer.
     """
 
     rank: int = 0

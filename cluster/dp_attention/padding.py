@@ -9,8 +9,8 @@ from cluster.dp_attention.plan import StepPlan
 
 
 def padded(order: StepInput, plan: StepPlan, group: int, idle_row: int) -> StepInput:
-    """Return `order` of attention group `group` with the idle requests, idle prompt rows and idle ends of prompts of
-    the plan.
+    """Return the step input `order` of attention group `group`, padded to `plan`: with idle requests, idle prompt rows,
+    and idle entries for prompts that end.
 
     Idle requests come after the real ones. Each idle prompt row is a chunk of its own, so the row attends only to
     itself. Idle chunks come first, because chunks are in order of length. In a captured step the lists of chunks are

@@ -95,9 +95,9 @@ def _graphs(config: EngineConfig, models: RankModels, mesh: Mesh) -> Captures | 
 
 
 def row_bytes(models: RankModels) -> int:
-    """Estimate the bytes of all tapes' buffers per target row; the same on every rank. The estimate is the activations
-    of the largest layer (layers reuse the memory) and two sets of logits, doubled because tapes of few rows have
-    buffers of their own.
+    """Estimate the bytes of all tapes' buffers per target row; the same on every rank. The estimate is 2 x (the
+    activations of the largest layer + two sets of logits). Layers reuse the memory of the largest one. The factor 2 is
+    for tapes of few rows, which have buffers of their own beside those of many rows.
     """
     arch = models.resolved.target
     layer = max(8 * one.hidden + 3 * one.mlp_columns + 2 * one.heads * one.head_dim for one in arch.layers)

@@ -28,8 +28,8 @@ def adjusted(
 
     - (`columns`, None) if no request of the step has penalties or a grammar.
     - (`columns`, masks `[T, words]`) if only grammars change logits, and the sampler can apply token bitmasks as it
-      reads the logits. Writing adjusted logits of 262,144 columns takes longer than all else that grammars cost.
-    - (all columns of own rows, adjusted; None) otherwise.
+      reads the logits. With a vocabulary of 262,144 tokens, writing adjusted logits would take longer than the masks.
+    - (adjusted logits, None) otherwise. These logits have all columns of the vocabulary, for this rank's own rows.
 
     `ids` `[V]` are the token ids of the columns. If `ids` is None, column i is token id i.
     """

@@ -86,8 +86,8 @@ def _may_say(spec: DraftSpec, dialect: str, meaning: str, count: int, folder: st
 
 
 def idle_layer(tensors: dict[str, Tensor], index: int, meaning: str, hidden: int) -> dict[str, Tensor]:
-    """Return a layer that adds nothing: layer 0 with both output projections zero. `meaning` names its inputs, as in
-    `DIALECTS`.
+    """Return a layer that adds nothing: layer 0 with both output projections zero. `meaning` names the
+    inputs of the layer, as in `DIALECTS`.
     """
     made: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

@@ -95,8 +95,8 @@ class TensorRecorder(Checkpoint):
             self.placed[-1] = replace(self.placed[-1], numbers=0)
 
     def bytes_in(self, dtype: torch.dtype) -> int:
-        """Return the bytes of the taken tensors: packed tensors (in `tally`) with their own size, the others in
-        `dtype`.
+        """Return the bytes of the tensors that this rank loads. Packed tensors (in `tally`) keep their size; all others
+        are converted to `dtype`.
         """
         numbers = sum(placed.numbers for placed in self.placed) - self.tally.numbers
         return numbers * dtype.itemsize + self.tally.nbytes

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Self, TypeVar
 
-from cluster.api.proxy.body_pieces import BYTES_PER_S, GRACE_S
+from cluster.api.proxy.body_time_limit import BYTES_PER_S, GRACE_S
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from cluster.actors.messages import Overloaded
 from cluster.api.core.errors import ApiError, ClientGoneError, internal, overloaded, shown
 from cluster.api.core.limits import RequestLimits, off_loop
-from cluster.api.proxy.body_pieces import SlowBodyError, read_pieces
+from cluster.api.proxy.body_time_limit import SlowBodyError, read_pieces
 
 MAX_DEPTH = 64
 MAX_CONTAINERS = 1 << 16  # lists and objects of one body, together

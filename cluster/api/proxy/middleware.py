@@ -25,7 +25,7 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.api.proxy import serve_limits
-from cluster.api.proxy.body_pieces import GRACE_S, SlowBodyError, read_pieces
+from cluster.api.proxy.body_time_limit import GRACE_S, SlowBodyError, read_pieces
 from cluster.api.proxy.lingering import Lingering
 from cluster.api.proxy.refusals import Refusals
 from cluster.api.proxy.serve_limits import Met

@@ -36,8 +36,8 @@ async def feed(
     `leaving()` returns why this replica gives up its streams, or an empty string. If it returns a reason and the
     engine has ended the stream, `Leaving` is yielded, and the ingress may resume the stream elsewhere. A replica that
     is leaving at the start yields `Leaving` at once and does not take the request. Closing this generator aborts the
-    request. It ends by itself once `gone()`, checked every `period_s` and before each output, says that the ingress
-    no longer exists.
+    request. The generator also ends when `gone()` returns True, which means that the ingress no longer exists;
+    `gone()` is called every `period_s` seconds and before each output.
     """
     if reason := leaving():
         yield Leaving(reason)

@@ -1,7 +1,7 @@
 """Facts that a draft's tensors cannot show; each comes from an override, the config, or the format's convention.
 
-Sources: the checkpoint formats of speculators, SpecForge, ModelOpt, SGLang and vLLM. In one case, reading aux layers
-with an offset of one lowered the acceptance of the first draft token from 45% to 10% (vLLM #43671).
+The conventions are those of the checkpoint formats of speculators, SpecForge, ModelOpt, SGLang and vLLM. In one case,
+reading aux layers with an offset of one lowered the acceptance of the first draft token from 45% to 10% (vLLM #43671).
 """
 
 from collections.abc import Mapping

@@ -17,8 +17,8 @@ from cluster.bench.streams import Prompt, errors_of, run_together
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The number of streams, the tokens per stream, and the rounds, as (ingress, faults). A fault is a verb and a
-    victim, such as "kill rank 0".
+    """The number of streams and the tokens per stream. Each round is a pair: the kind of the server's ingress, and the
+    faults that the round plants. A fault is a verb and a victim, such as "kill rank 0".
     """
 
     streams: int = 16

@@ -26,8 +26,8 @@ NEAR_S = 2.0  # the real wait: median time to first token of admitted requests s
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Slots per rank, tokens per request, the server's bound on waiting, the durations of the closed loop
-    (`capacity_s`) and of the open loop (`seconds`), and its rate, `factor` x capacity.
+    """The server has `slots` slots per rank and a bound on waiting; each request has `max_tokens` tokens. A closed loop
+    of `capacity_s` seconds measures the capacity. Then an open loop sends `factor` x capacity for `seconds` seconds.
     """
 
     slots: int = 8

@@ -3,10 +3,10 @@
 The least time is the longer of two: the time to read the phase's data, and the time of the phase's operations. Both are
 computed from rates measured in the same run (`demand`, `ceilings`). Eager steps are measured phase by phase; a captured
 step is a single phase. The model is any folder, or a random model with the shape of a real one. The accept length is
-that of the draft, or synthetic. Without the command line: `measure(Pair(target, draft), Size(..))`.
+that of the draft, or synthetic. From Python, call `measure(Pair(target, draft), Size(..))`.
 
-A random model's weights are generated on the device. If `held` is set, so are the KV cells of contexts: the prefix
-cache contains the prompts, with random numbers as cells, and only the prompts' last tokens are computed.
+A random model's weights are generated on the device. If `held` is set, KV cells are generated too:
+the prefix cache then holds the prompts, with random numbers as cells, and only the last tokens of prompts are computed.
 """
 
 import gc

@@ -106,8 +106,9 @@ def best_of_part(
     """Write the `COUNT` highest scores of one part of a row of `logits` `[T, columns]`: `values` and `ids`
     `[T, parts, COUNT]`. If `SUMMED`, also write m = max score and sum exp(score - m) to `sums` `[T, parts, 2]`.
 
-    Scores are logits. If `NOISY`, they are logits * `inverse` `[T]` + noise * `scale` `[T]`, with noise under `keys`
-    `[T]` for `hashes` `[columns]`. If `FILTERED` too, tempered logits below `least` `[T]` are lowered by `far`.
+    Scores are the logits unless `NOISY`. If `NOISY`, scores are logits * `inverse` `[T]` + noise * `scale` `[T]`;
+    `gumbel` computes the noise from `keys` `[T]` and `hashes` `[columns]`. If `FILTERED` too, tempered logits below
+    `least` `[T]` are lowered by `far`.
     """
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     LOWEST: tl.constexpr = -(1 << (WIDE.primitive_bitwidth - 1))

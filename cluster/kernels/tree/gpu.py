@@ -52,13 +52,14 @@ def level(
     DECAY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add the proposals of one level as candidates from number `before` on: `TOPK` after each of a request's `TOPK`
-    rows.
+    """Add the proposals of one level as candidates, numbered from `before` on. Each of a request's `TOPK` rows is the
+    parent of `TOPK` candidates.
 
     `proposed` and `likely` `[R, TOPK, TOPK]` are tokens and log-probabilities; in the first level (`FIRST`), which
     follows the root, they are `[R, TOPK]`. `score` and `number` `[R, TOPK]` are the rows' cumulative scores and
     candidate numbers. Writes the candidates' `tokens`, `scores`, `parents` `[R, total]`. For the `TOPK` best candidates
-    of the level, also writes token, parent row, score and number; in the first level these are all, in order.
+    of the level, also writes token, parent row, score and number; in the first level all candidates are written, in
+    order.
 
     score = score of the row + clamp(log-probability, FLOOR, 0) - DECAY. NaN counts as FLOOR. DECAY makes a child score
     below its parent, so that a tree which keeps a node keeps its parent too.
