@@ -168,7 +168,7 @@ def streamed(port: int, path: str, body: dict[str, Any]) -> tuple[list[int], str
         NoAnswerError: the server answered with an error.
     """
     tokens, text, ended = list[int](), "", ""
-    for event in Client(f"http://{HOST}:{port}", page_timeout_s=PATIENCE_S).events(path, body):
+    for event in Client(f"http://{HOST}:{port}", stream_timeout_s=PATIENCE_S).events(path, body):
         for choice in event.get("choices", ()):
             tokens += choice.get("token_ids") or []
             text += choice.get("text") or choice.get("delta", {}).get("content") or ""

@@ -245,7 +245,7 @@ class TaggedBlock:
     `ends` maps each trigger to the mark that ends its block; that mark may also occur inside a value. `whole` matches a
     block up to that mark, with the groups `name` and `arguments`. `argument` matches one argument, with the groups
     `key` and `value`. `inner` are the marks around a value. The tool's schema decides how a value is read
-    (`cluster.chat.values`).
+    (`member`).
 
     The first trigger of `ends` is the regular one. A block that begins with another trigger lacks the regular one. Such
     a block is a call only if it names a known tool, and the regular end mark may follow it.

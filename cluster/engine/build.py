@@ -223,7 +223,7 @@ def assemble(prepared: EnginePlan, draft: Draft) -> Rank:
         logger.warning("draft %s: %s", config.speculative_draft_model_path, doubt)
     kept = mesh.rank, info.kv_tokens, info.kv_cache_dtype, info.kv_bytes_per_token, info.kv_sized_by
     logger.info("rank %d: KV cache of %d tokens in %s, %d bytes a token (%s)", *kept)
-    loop = StepLoop(lockstep, metrics, info)
+    loop = StepLoop(lockstep, metrics, info, memory.watch)
     if not mesh.leads:
         return loop
     return Engine(
@@ -232,7 +232,6 @@ def assemble(prepared: EnginePlan, draft: Draft) -> Rank:
             cache=memory.cache,
             scheduler=Scheduler(resolved, memory.cache, resolved.shape.window, pace),
             loop=loop,
-            forwards=memory.watch,
             tokenizer=_tokenizer(config),
         )
     )

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cluster.arch.resolve import ResolvedConfig
-from cluster.device.timing import Spans
 from cluster.engine.committer import Committer
 from cluster.engine.draft_sample import take_sample
 from cluster.engine.finish import FinishCheck
@@ -28,13 +27,12 @@ from cluster.tokenizer.tokenizer import TextTokenizer
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """The parts of an `Engine`; `cluster.engine.build` makes them. `forwards` collects the spans of model forwards."""
+    """The parts of an `Engine`; `cluster.engine.build` makes them."""
 
     resolved: ResolvedConfig
     cache: KVCache
     scheduler: Scheduler
     loop: StepLoop
-    forwards: Spans
     tokenizer: TextTokenizer | None
 
     @property
@@ -173,7 +171,7 @@ class Engine:
             sequence.times.admit(scheduled)
         # Each group votes for a tree depth by its own load; the plan takes the lowest vote.
         flight = self._loop.begin(order, schedule, len(self._sequences))
-        flight.began, flight.forwards, flight.seconds["schedule"] = began, p.forwards.split(), scheduled - began
+        flight.began, flight.seconds["schedule"] = began, scheduled - began
         plan, own_group = flight.plan, self.lockstep.mesh.dp_rank
         self._busiest = max((us for g, us in enumerate(plan.decode_us) if g != own_group), default=0)
         self._prefilling = sum(rows > 0 for g, rows in enumerate(plan.prompt_rows) if g != own_group)

@@ -33,8 +33,8 @@ class StepInFlight:
     rows, or if the gang ends with this step.
 
     `shape` is the tree of the step's tier. `waits` are the spans in collectives, `ended` is a mark of the step's end on
-    the device. `seconds` are the times of the phases. An `Engine` adds its `schedule`, and `forwards`, the spans
-    of the model forwards. `began` is when the host began to schedule the step.
+    the device. `seconds` are the times of the phases. `StepLoop` adds `schedule`, and
+    `forwards`, the spans of the model forwards. `began` is when the host began to schedule the step.
 
     Set when the results are read: `took`, the seconds until then, from the later of two moments: this step began, or
     the step before was read. This rank spent `waited` seconds in collectives, and `own` outside collectives.

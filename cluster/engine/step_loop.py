@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cluster.batch import StepInput
+from cluster.device.timing import Spans
 from cluster.engine.lockstep import Lockstep, StepInFlight
 from cluster.engine.schedule import Schedule
 from cluster.observability.metrics import EngineMetrics, StepStats
@@ -31,8 +32,9 @@ class StepLoop:
     has_work = False
     """A follower never has work of its own."""
 
-    def __init__(self, lockstep: Lockstep, metrics: EngineMetrics, info: RankInfo) -> None:
-        self.lockstep, self.metrics, self._info = lockstep, metrics, info
+    def __init__(self, lockstep: Lockstep, metrics: EngineMetrics, info: RankInfo, forwards: Spans) -> None:
+        """`forwards` collects the spans of model forwards; each step takes those that it added."""
+        self.lockstep, self.metrics, self._info, self._forwards = lockstep, metrics, info, forwards
         self.quiet = True
         """Whether no rank had requests in the last step."""
         self.steps = self.padded_rows = 0
@@ -62,7 +64,7 @@ class StepLoop:
     def begin(self, order: StepInput, schedule: Schedule, requests: int) -> StepInFlight:
         """Begin the next step of the gang; `order` and `requests` as in `Lockstep.run`."""
         flight = self.lockstep.run(order, requests, schedule.num_steps, schedule.decode_us)
-        flight.schedule, self.quiet = schedule, flight.plan.quiet
+        flight.schedule, flight.forwards, self.quiet = schedule, self._forwards.split(), flight.plan.quiet
         self.steps += 1
         self.padded_rows += self.idle_rows(flight)
         if flight.output is not None:

@@ -29,8 +29,15 @@ def add_server_arguments(parser: argparse.ArgumentParser, url: str | None) -> No
 class Client:
     """A client of one server. Each call opens a connection of its own."""
 
-    def __init__(self, url: str, api_key: str | None = None, page_timeout_s: float = PAGE_TIMEOUT_S) -> None:
-        """`url` may end in /v1, as for OpenAI's clients. If `api_key` is None, the key in the variable `KEY` is used,
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None = None,
+        page_timeout_s: float = PAGE_TIMEOUT_S,
+        stream_timeout_s: float = STREAM_TIMEOUT_S,
+    ) -> None:
+        """`url` may end in /v1, as for OpenAI's clients. A stream may pause for `stream_timeout_s`, also before its
+        first event. If `api_key` is None, the key in the variable `KEY` is used,
         if set.
 
         Raises:
@@ -43,7 +50,7 @@ class Client:
             port = -1
         if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
             raise ConfigError(f"--url must be as http://127.0.0.1:8000, got {url!r}")
-        self.url, self._page_timeout_s = url, page_timeout_s
+        self.url, self._page_timeout_s, self._stream_timeout_s = url, page_timeout_s, stream_timeout_s
         self._make = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         self._place = (parts.hostname, port)
         self._base = parts.path.rstrip("/").removesuffix("/v1")
@@ -87,7 +94,7 @@ class Client:
         connection = self._make(*self._place, timeout=self._page_timeout_s)
         try:
             connection.connect()  # under the short timeout; the stream itself may pause for longer
-            connection.sock.settimeout(STREAM_TIMEOUT_S)
+            connection.sock.settimeout(self._stream_timeout_s)
             for line in self._answer(connection, "POST", path, json.dumps(body)):
                 if line.startswith(b"data: [DONE]"):
                     return

@@ -156,6 +156,8 @@ def _told(lines: Sequence[TokenLogprob]) -> list[list[Any]]:
 
 def _step(engine: Rank, life: Life) -> None:
     result = engine.step()
+    loop = engine._loop if isinstance(engine, Engine) else engine
+    assert not loop._forwards._spans, "spans of forwards that no step took"
     life.padded += result.stats.padded_rows
     life.replayed += "replay" in result.stats.phase_seconds
     life.rows.append(result.stats.target_rows)

@@ -63,7 +63,8 @@ class MessageShape:
     alive = event({"type": "ping"}, "ping")
 
     def __init__(self, about: GenerateCall) -> None:
-        self._about = about
+        # Not `about` itself: it refers to this shape, and such a cycle would keep long prompts in memory.
+        self._id, self._model, self._choices = about.call_id, about.model, about.choices
         self._sections = Sections(about.shows_reasoning)
         self._end: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
         self._begun = False
@@ -112,12 +113,12 @@ class MessageShape:
         return {"stop_reason": reason, "stop_sequence": stopped}
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
-        head = {"id": self._about.call_id, "type": "message", "role": "assistant", "model": self._about.model}
+        head = {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
         return {**head, "content": content, **self._end, "usage": self._usage()}
 
     def _usage(self) -> dict[str, Any]:
         """Return the usage so far. As in Anthropic's API, input tokens exclude those read from the cache."""
-        used = usage(self._about.choices)
+        used = usage(self._choices)
         cached = used["prompt_tokens_details"]["cached_tokens"]
         return {
             "input_tokens": used["prompt_tokens"] - cached,

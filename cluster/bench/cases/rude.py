@@ -199,9 +199,10 @@ def _wait(condition: Callable[[], bool], within_s: float = 60.0) -> None:
 
 def _facts(phase: Phase) -> dict[str, Any]:
     found = asdict(phase)
+    tally = found.pop("tally")
     return {
         **found,
-        **found.pop("tally"),
+        **tally,
         "longest_pause_s": phase.longest_s,
         "long_a_minute": 60 * phase.long / phase.seconds,
         "statuses": {str(status): count for status, count in sorted(phase.tally.statuses.items())},

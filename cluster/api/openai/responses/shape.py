@@ -35,7 +35,9 @@ class ResponseShape:
     alive = ALIVE
 
     def __init__(self, asked: ResponseRequest, about: GenerateCall) -> None:
-        self._about = about
+        # Not `about` itself: it refers to this shape, and such a cycle would keep long prompts in memory.
+        self._id, self._model, self._choices = about.call_id, about.model, about.choices
+        self._tokenizer, self._created = about.tokenizer, about.created
         chat = about.asked.fields
         self._repeated = repeated(asked) | {"temperature": chat.temperature, "top_p": chat.top_p}
         self._names = asked.offered.names
@@ -144,7 +146,7 @@ class ResponseShape:
 
     def _item_id(self, section: Section) -> str:
         kind = self._own(section).kind if section.kind == "call" else section.kind
-        return f"{ITEM_IDS[kind]}_{self._about.call_id.removeprefix('resp_')}_{section.index}"
+        return f"{ITEM_IDS[kind]}_{self._id.removeprefix('resp_')}_{section.index}"
 
     def _own(self, section: Section) -> Own:
         """Return the client's name and kind of the called tool. An unknown name counts as a function."""
@@ -194,20 +196,20 @@ class ResponseShape:
         return due
 
     def _token(self, token_id: int) -> tuple[str, bytes]:
-        tokenizer = self._about.tokenizer
+        tokenizer = self._tokenizer
         assert tokenizer is not None, "messages are encoded by a tokenizer"
         return tokenizer.token_text(token_id)
 
     def _response(self, status: str) -> dict[str, Any]:
         """Return the response object. Only a completed or incomplete response has `output` and `usage`."""
-        about, over = self._about, status in (COMPLETED, INCOMPLETE)
+        over = status in (COMPLETED, INCOMPLETE)
         return {
-            "id": about.call_id,
+            "id": self._id,
             "object": "response",
-            "created_at": about.created,
+            "created_at": self._created,
             "completed_at": int(time.time()) if status == COMPLETED else None,
             "status": status,
-            "model": about.model,
+            "model": self._model,
             "output": [self._item(section, self._status_of(section)) for section in self._sections.all] if over else [],
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == INCOMPLETE else None,
@@ -216,7 +218,7 @@ class ResponseShape:
         }
 
     def _usage(self) -> dict[str, Any]:
-        used = usage(self._about.choices)
+        used = usage(self._choices)
         return {
             "input_tokens": used["prompt_tokens"],
             "input_tokens_details": {**used["prompt_tokens_details"], "cache_write_tokens": 0},

@@ -1,5 +1,6 @@
 """The response object and its stream: exact for a scripted answer, of the official types, and one answer either way."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,6 +9,8 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from cluster.api.anthropic.shape import MessageShape
+from cluster.api.core.adapter import GenerateCall
 from cluster.api.core.sequences import Delta
 from cluster.api.openai.responses.request import ResponseRequest
 from cluster.api.openai.responses.shape import ResponseShape
@@ -30,6 +33,15 @@ EVENTS: list[Event] = [
 def shape_of(**body: Any) -> ResponseShape:
     asked, _ = ResponseRequest.read({"input": "hi", **body})
     return ResponseShape(asked, about("resp_1"))
+
+
+@pytest.mark.parametrize(
+    "of", [lambda call: ResponseShape(ResponseRequest.read({"input": "hi"})[0], call), MessageShape]
+)
+def test_a_shape_does_not_refer_to_its_call(of: Callable[[GenerateCall], Any]) -> None:
+    """The call refers to its shape: a cycle would keep the tokens of a prompt until the next garbage collection."""
+    call = about("resp_1")
+    assert all(value is not call for value in vars(of(call)).values())
 
 
 def streamed(shape: ResponseShape, deltas: list[Delta]) -> list[dict[str, Any]]:
