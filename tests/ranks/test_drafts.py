@@ -56,21 +56,21 @@ def target() -> str:
     return target_folder(spread=0.015)
 
 
-def case_of(draft: str, mesh: str) -> Case:
+def case_of(draft: str, mesh: str, requests: int = REQUESTS) -> Case:
     """A gang of two; under data parallelism requests come unevenly, so that one rank is idle now and then."""
     dp, settings = MESHES[mesh]
     folder = draft_of(draft)
     algorithm = algorithm_of(check_draft(folder, read_target(target())))
-    actions = workload(len(draft), dp, REQUESTS, vocab=VOCAB, horizon=16, longest=30, most_tokens=14)
+    actions = workload(len(draft), dp, requests, vocab=VOCAB, horizon=16, longest=30, most_tokens=14)
     given = settings | {"tp_size": 2, "attn_dp_size": dp, "speculative_algorithm": algorithm}
     return Case(config(target(), folder, **given), actions)
 
 
-def checked(gangs: Gangs, draft: str, mesh: str) -> Tally:
-    tally = check(gangs(2), case_of(draft, mesh))
+def checked(gangs: Gangs, draft: str, mesh: str, requests: int = REQUESTS) -> Tally:
+    tally = check(gangs(2), case_of(draft, mesh, requests))
     print(f"{draft}, {mesh}: {tally}")
     assert not tally.mismatches, tally.mismatches
-    assert tally.compared == tally.counted == REQUESTS
+    assert tally.compared == tally.counted == requests
     assert MESHES[mesh][0] == 1 or (tally.idle > 0 and tally.uneven > tally.steps / 3), tally
     assert (tally.padded > 0) == ("padded" in mesh), tally
     return tally
@@ -94,7 +94,7 @@ def test_a_draft_that_is_weak_on_one_rank_shows(ranks: Gangs) -> None:
 def test_two_ranks_equal_one_on_half_of_the_meshes(ranks: Gangs, draft: str) -> None:
     total = Tally()
     for mesh in HALVES[DRAFTS.index(draft) % 2]:
-        total += checked(ranks, draft, mesh)
+        total += checked(ranks, draft, mesh, 2 * REQUESTS)
     assert sum(total.accepted[j] for j in total.accepted if j) > 20, total.accepted
 
 
