@@ -74,7 +74,7 @@ BUGS = (
 
 
 def check() -> None:
-    constrained.test_trees_give_what_plain_decoding_gives(3, 3, SAMPLING, "corrected")
+    constrained.test_trees_give_what_plain_decoding_gives((3, 3), SAMPLING, "corrected")
 
 
 def test_without_a_bug_the_check_passes() -> None:
