@@ -14,9 +14,9 @@ from cluster.kernels.library import Library
 
 
 def operators_of(library: Library | None) -> Callable[..., list[partial[None]] | None] | None:
-    """Return `Copies` and `NumberKernels` of a library as one `Substitute` (`cluster.capture.tape`). Returns None
-    without a library, or if its calls cannot be joined, because only joined calls report accesses to rows that a table
-    does not have.
+    """Return `Copies` and `NumberKernels` of a library as one `Substitute` (`cluster.capture.tape`). Return None
+    without a library. Also return None if the library cannot run neighbouring calls as one (`kernels/joined.py`): only
+    such joined calls check that row numbers are inside their tables.
     """
     if library is None or getattr(library.functions["gather", torch.float32], "joins", None) is None:
         return None
